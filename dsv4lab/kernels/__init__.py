@@ -1,0 +1,12 @@
+"""One operation a module: contract, cases, reference, work, Triton kernels, one public function.
+
+Without a GPU the kernels are interpreted. Triton decides that when it is first imported, so it is settled here.
+TRITON_INTERPRET=0 keeps the compiler, for `dsv4lab.static`.
+"""
+
+import os
+
+from dsv4lab import hardware
+
+if hardware.probe() is None:
+    os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -1,0 +1,168 @@
+"""Which tile, how many warps, how many splits: chosen per architecture, head count and batch bucket, never by the data.
+
+A plan depends on shapes alone, so a captured graph stays right whatever lengths its replays bring.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Config:
+    """One compiled variant: BLOCK_H heads share each gathered tile of BLOCK_N tokens.
+
+    transpose_scores: compute K q^T rather than q K^T. blocks_per_sm: how many such blocks an SM holds at once, and so
+    how many the split makes.
+    """
+
+    block_h: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    transpose_scores: bool
+    blocks_per_sm: int
+
+    @property
+    def name(self) -> str:
+        order = "kq" if self.transpose_scores else "qk"
+        return f"h{self.block_h}_n{self.block_n}_w{self.num_warps}_s{self.num_stages}_{order}_x{self.blocks_per_sm}"
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Use `config` up to this many heads and rows (rows = batch * s_q); `evidence` is the file that says why."""
+
+    max_heads: int
+    max_rows: int
+    config: Config
+    evidence: str
+
+    @property
+    def limits(self) -> str:
+        return f"H <= {self.max_heads}, rows <= {self.max_rows}".replace(f"<= {ANY}", "any")
+
+
+ANY = 2**31
+SWEEP_H200 = "records/sparse_mla_decode_sweep_h200_20261129T151739Z.jsonl"
+COMPILED = "records/static/sparse_mla.json"
+"""No such GPU has been measured. Taken is what the compiler makes without a spill within the shared memory of a block
+there, and, of several such, what was faster on the H200 with one block an SM (the sweep's "x1")."""
+
+
+def _table(evidence: str, *rows: tuple[int, int, Config]) -> tuple[Bucket, ...]:
+    return tuple(Bucket(*row, evidence) for row in rows)
+
+
+TABLE = {
+    "sm_80": _table(
+        COMPILED,
+        (16, 8, Config(16, 32, 4, 1, False, 2)),
+        (16, ANY, Config(16, 64, 4, 1, False, 1)),
+        (ANY, 2, Config(16, 32, 4, 1, True, 2)),
+        (ANY, ANY, Config(16, 64, 4, 1, False, 1)),
+    ),
+    "sm_89": _table(
+        COMPILED,
+        (16, 8, Config(16, 32, 4, 1, False, 1)),
+        (16, ANY, Config(16, 64, 8, 1, False, 1)),
+        (ANY, 2, Config(16, 32, 4, 1, False, 1)),
+        (ANY, ANY, Config(32, 32, 4, 1, True, 1)),
+    ),
+    "sm_90": _table(
+        SWEEP_H200,
+        (16, 8, Config(16, 32, 4, 1, False, 2)),
+        (16, 24, Config(16, 64, 4, 1, False, 2)),
+        (16, ANY, Config(16, 32, 4, 3, False, 2)),
+        (ANY, 2, Config(16, 32, 4, 1, True, 2)),
+        (ANY, 8, Config(16, 64, 4, 1, False, 2)),
+        (ANY, ANY, Config(32, 32, 4, 1, True, 2)),
+    ),
+    "sm_120": _table(
+        COMPILED,
+        (16, 8, Config(16, 32, 4, 1, False, 1)),
+        (16, ANY, Config(16, 64, 8, 1, False, 1)),
+        (ANY, 2, Config(16, 32, 4, 1, True, 1)),
+        (ANY, ANY, Config(32, 32, 4, 1, True, 1)),
+    ),
+}
+RELATIVE = {"sm_86": "sm_89", "sm_87": "sm_89", "sm_121": "sm_120"}
+
+SIMT_BLOCK_N, SIMT_WARPS = 16, 8  # one of the stock kernel's three; faster ones exist and would be no baseline
+
+
+def mma_config(heads: int, block_h: int = 32) -> Config:
+    """The head-batched kernel without split as the campaign had it; tensor cores take 16 rows at least."""
+    block_h = min(block_h, 16 if heads <= 16 else block_h)
+    return Config(block_h, 32, 8 if block_h == 64 else 4, 1, True, 1)
+
+
+SWEEP = (
+    *(Config(16, 32, 4, stages, kq, 2) for stages in (1, 2, 3) for kq in (True, False)),
+    Config(16, 64, 4, 1, False, 1),
+    Config(16, 64, 4, 1, False, 2),
+    Config(16, 64, 8, 1, False, 1),
+    Config(16, 128, 8, 1, False, 1),
+    *(Config(32, 32, 4, 1, kq, 2) for kq in (True, False)),
+    Config(32, 32, 4, 2, True, 2),
+    Config(32, 32, 4, 1, True, 1),
+    Config(32, 32, 8, 1, True, 1),
+    Config(32, 64, 8, 1, False, 1),
+    Config(64, 32, 8, 1, True, 1),
+)
+"""What a sweep tries. Those with one block an SM stand for GPUs whose shared memory holds no more."""
+
+CANDIDATES = {f"mma_bh{block_h}": ("mma", mma_config(64, block_h)) for block_h in (16, 32, 64)} | {
+    f"split_k_{config.name}": ("split_k", config) for config in SWEEP
+}
+"""Names under which a sweep measures (implementation, config)."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one call launches: `head_blocks * num_splits * rows` programs, and the fp32 workspace they need."""
+
+    config: Config
+    rows: int
+    heads: int
+    num_splits: int = 1
+
+    @property
+    def head_blocks(self) -> int:
+        return -(-self.heads // self.config.block_h)
+
+    @property
+    def blocks(self) -> int:
+        return self.head_blocks * self.num_splits * self.rows
+
+    @property
+    def partials(self) -> int:
+        """Partial rows in the workspace; none without a split."""
+        return 0 if self.num_splits == 1 else self.rows * self.num_splits * self.heads
+
+    @property
+    def workspace_numel(self) -> int:
+        """fp32 elements: 512 values and a log-sum-exp for each partial row."""
+        return self.partials * (512 + 1)
+
+
+def buckets(arch: str) -> tuple[Bucket, ...]:
+    """The table of an architecture like "sm_120"; an unlisted one takes its nearest relative's."""
+    if RELATIVE.get(arch, arch) not in TABLE:
+        raise ValueError(f"no configuration for arch {arch!r}; the table has {', '.join(TABLE)}")
+    return TABLE[RELATIVE.get(arch, arch)]
+
+
+def choose(arch: str, heads: int, rows: int) -> Bucket:
+    """The table's entry for `heads` and `rows` on an architecture."""
+    return next(b for b in buckets(arch) if heads <= b.max_heads and rows <= b.max_rows)
+
+
+def split_plan(config: Config, *, rows: int, heads: int, widths: tuple[int, ...], sms: int) -> Plan:
+    """Split the positions until the grid fills the GPU once, and no further than one tile a split.
+
+    Splits are evened out: 20 tiles over 8 splits of at most 3 tiles are 7 splits.
+    """
+    tiles = max(sum(-(-width // config.block_n) for width in widths), 1)
+    blocks = Plan(config, rows, heads).blocks
+    wanted = min(max(config.blocks_per_sm * sms // blocks, 1), tiles)
+    share = -(-tiles // wanted)
+    return Plan(config, rows, heads, num_splits=-(-tiles // share))

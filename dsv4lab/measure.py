@@ -1,0 +1,326 @@
+"""Check, then time, then record: a kernel module and its rivals on the module's named cases.
+
+`run("sparse_mla")` takes `dsv4lab.kernels.sparse_mla` through its `CASES`. Of every case all variants are first checked
+on poisoned outputs against the module's float64 reference and PyTorch baseline, and what passed is timed together. The
+ceilings of the GPU are measured at the start and stored in the same file as case `CEILINGS`, so that the floor a figure
+draws belongs to the run it shows.
+
+Cold means that the input sets rotate until at least `timing.ROTATION_BYTES` of KV lie between two uses of a set; a case
+so small that `timing.MAX_SETS` sets do not reach that is labelled "rotated" instead. Warm means one set, replayed.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from pkgutil import iter_modules
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from dsv4lab import kernels, numerics, records, timing
+from dsv4lab.peers import peers_of
+from dsv4lab.provenance import command_line, environment, git_state, kernel_hash
+from dsv4lab.records import Clocks, Environment, Git, Record
+
+CACHES = ("cold", "warm")
+CEILINGS = "ceilings"
+
+
+class CheckFailed(RuntimeError):
+    """A variant gave a wrong answer or none and was not timed; what passed is stored."""
+
+
+@dataclass(frozen=True)
+class _Variant:
+    """One implementation, ours or a rival's, as `prepare` makes it launchable on an input set."""
+
+    impl: str
+    prepare: Callable[[Any], timing.Launch]
+    notes: Callable[[Any], dict]
+    sha256: str
+    lse_includes_sink: bool = False
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What all records of one run share."""
+
+    experiment: str
+    device: torch.device
+    seed: int
+    budget_s: float
+    argv: list[str]
+    git: Git
+    env: Environment
+
+    def record(self, **fields: Any) -> Record:
+        shared = {name: getattr(self, name) for name in ("experiment", "seed", "argv", "git", "env")}
+        return Record(**shared, date_utc=datetime.now(UTC), **fields)
+
+
+@dataclass(frozen=True)
+class _Timing:
+    """One timing of several variants together: the cache it really met, the method, the clocks, the samples."""
+
+    cache: str
+    method: dict[str, Any]
+    clocks: Clocks
+    replays: timing.Replays
+
+
+class _Journal:
+    """The records of a run in progress: on disk, in a `.partial` file, as soon as their case is done."""
+
+    def __init__(self, run: _Run, directory: Path | str | None):
+        self.experiment = run.experiment
+        self.directory = records.root() if directory is None else Path(directory)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        stem = f"{run.experiment}_{records.gpu_slug(run.env.gpu)}_{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
+        self.path = self.directory / f"{stem}.partial"
+        self.path.touch(exist_ok=False)
+        self.records: list[Record] = []
+
+    def add(self, new: Sequence[Record]) -> None:
+        self.records += new
+        with self.path.open("a", encoding="utf-8") as file:
+            file.writelines(record.model_dump_json(by_alias=True) + "\n" for record in new)
+            file.flush()
+            os.fsync(file.fileno())
+
+    @property
+    def worth_keeping(self) -> bool:
+        return any(record.case != CEILINGS for record in self.records)
+
+    def finish(self) -> Path:
+        path = records.write(self.records, self.experiment, self.directory)
+        self.path.unlink()
+        return path
+
+    def abandon(self, error: BaseException) -> None:
+        if not self.worth_keeping:
+            return self.path.unlink()
+        message = f"what was measured until then is in {self.path}"
+        error.add_note(message)
+        _say(f"stopped: {message}")
+
+
+def run(
+    stem: str,
+    *,
+    cases: Sequence[str] | None = None,
+    impls: Sequence[str] | None = None,
+    peers: bool = False,
+    sweep: bool = False,
+    cache: Sequence[str] = CACHES,
+    directory: Path | str | None = None,
+    device: str | torch.device = "cuda",
+    seed: int = 0,
+    budget_s: float = 10.0,
+) -> Path:
+    """Measures `dsv4lab.kernels.<stem>` and returns the new record file.
+
+    Args:
+        cases, impls: names out of the module's `CASES` and `IMPLEMENTATIONS`; None takes all.
+        peers: also the rivals' kernels that can run here; those that cannot are named with the reason.
+        sweep: the module's `CANDIDATES` instead, as experiment `<EXPERIMENT>_sweep`: what its config table cites.
+        cache: which of "cold" and "warm" to time.
+        directory: where the record file goes; None is the records folder of the checkout.
+        budget_s: replay seconds for one case and cache, all variants together.
+
+    Raises:
+        RuntimeError: no CUDA GPU. ValueError: a name that does not exist. CheckFailed: at the end, with the file
+        written, if a variant failed. Any other error carries a note naming the `.partial` file of what was measured.
+    """
+    device = timing.require_gpu(device)
+    torch.cuda.set_device(device)
+    module = kernel_module(stem)
+    names = _chosen("cases", cases, module.CASES)
+    caches = _chosen("cache", cache, CACHES)
+    known = module.CANDIDATES if sweep else module.IMPLEMENTATIONS
+    variants = _variants(module, _chosen("impls", impls, known), peers)
+    experiment = f"{module.EXPERIMENT}_sweep" if sweep else module.EXPERIMENT
+    this = _Run(experiment, device, seed, budget_s, command_line(), git_state(), environment(device))
+    journal, failures = _Journal(this, directory), []
+    try:
+        journal.add(_ceiling_records(this))
+        for name in tqdm(names, desc=stem, unit="case", disable=None):
+            found, failed = _measure_case(module, module.CASES[name], variants, caches, this)
+            journal.add(found)
+            failures += failed
+            _report(name, found, failed)
+        if not journal.worth_keeping:
+            raise CheckFailed(f"nothing could be measured: {'; '.join(failures)}")
+        path = journal.finish()
+    except BaseException as error:
+        journal.abandon(error)
+        raise
+    if failures:
+        raise CheckFailed(f"{'; '.join(failures)} (not timed; the rest is in {path})")
+    return path
+
+
+def kernel_module(stem: str) -> ModuleType:
+    """`dsv4lab.kernels.<stem>`; ValueError naming the known ones if it does not exist or has no cases."""
+    name = f"{kernels.__name__}.{stem}"
+    try:
+        module = import_module(name)
+        if hasattr(module, "CASES"):
+            return module
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+    known = (found.name for found in iter_modules(kernels.__path__) if not found.name.startswith("_"))
+    raise ValueError(f"stem {stem!r} is no kernel module with cases; known: {', '.join(known)}")
+
+
+def _variants(module: ModuleType, impls: Collection[str], peers: bool) -> list[_Variant]:
+    digest = kernel_hash(module)
+    variants = [_Variant(impl, partial(module.prepare, impl), partial(module.notes, impl), digest) for impl in impls]
+    for peer in peers_of(module.EXPERIMENT) if peers else ():
+        if reason := peer.unavailable():
+            _say(f"without {peer.IMPL}: {reason}")
+        else:
+            digest = kernel_hash(peer)
+            variants.append(_Variant(peer.IMPL, peer.prepare, peer.notes, digest, peer.LSE_INCLUDES_SINK))
+    return variants
+
+
+def _measure_case(
+    module: ModuleType, case: Any, variants: Sequence[_Variant], caches: Sequence[str], this: _Run
+) -> tuple[list[Record], list[str]]:
+    """The records of one case, and a line for each variant that failed it."""
+    make = partial(module.make_inputs, case, device=this.device, seed=this.seed)
+    kv_bytes = _kv_bytes(module, case, make(sets=1)[0])
+    sets = timing.rotation_sets(kv_bytes, timing.l2_bytes(this.device)) if "cold" in caches else 1
+    inputs = make(sets=sets)
+    checks, failures = _check_all(module, variants, inputs[0])
+    passed = [variant for variant in variants if variant.impl in checks]
+    found = []
+    for cache in caches if passed else ():
+        timed = _time(passed, inputs, cache, kv_bytes, this)
+        failures |= {impl: f"TimingFailed: {error}" for impl, error in timed.replays.errors.items()}
+        found += [
+            this.record(
+                case=case.name,
+                impl=variant.impl,
+                config=module.config(case) | {"cache": timed.cache} | variant.notes(inputs[0]),
+                method=timed.method,
+                samples_us=timed.replays.samples_us[variant.impl],
+                check=checks[variant.impl],
+                work=module.work(case),
+                kernel_sha256=variant.sha256,
+                clocks=timed.clocks,
+            )
+            for variant in passed
+            if variant.impl in timed.replays.samples_us
+        ]
+    torch.cuda.empty_cache()
+    return found, [f"{case.name} {impl}: {error}" for impl, error in failures.items()]
+
+
+def _check_all(
+    module: ModuleType, variants: Sequence[_Variant], inputs: Any
+) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """The verdicts of the variants that are right, and one line for each that is not, both by name."""
+    expected = module.reference(inputs), module.baseline(inputs)
+    checks, failures = {}, {}
+    for variant in variants:
+        try:
+            checks[variant.impl] = _check(variant, inputs, *expected)
+        except Exception as error:
+            failures[variant.impl] = f"{type(error).__name__}: {error}".splitlines()[0]
+    return checks, failures
+
+
+def _check(
+    variant: _Variant, inputs: Any, reference: tuple[Tensor, Tensor], baseline: tuple[Tensor, Tensor]
+) -> dict[str, Any]:
+    """The verdict on `out`, with that on `lse` beside it; CheckFailed if either is wrong or was not written."""
+    launch = variant.prepare(inputs)
+    for unwritten in launch():
+        numerics.poison_(unwritten)
+    del unwritten  # a rival that allocates its outputs gets the poisoned memory again
+    out, lse = launch()
+    verdict = numerics.check(out, reference[0], baseline[0])
+    expected = [_with_sink(each[1], inputs) if variant.lse_includes_sink else each[1] for each in (reference, baseline)]
+    some = expected[0].isfinite()  # a row without keys: infinite, with the sign of each kernel's own convention
+    lse_verdict = numerics.check(lse[some], *(each[some] for each in expected))
+    for name, each in (("out", verdict), ("lse", lse_verdict)):
+        if not each.passed:
+            raise CheckFailed(f"{name} has error {each.error:.2e}, over its tolerance {each.tolerance:.2e}")
+    if not lse[~some].isinf().all():
+        raise CheckFailed("lse of a row without keys is not infinite")
+    return asdict(verdict) | {"lse_error": lse_verdict.error, "lse_tolerance": lse_verdict.tolerance}
+
+
+def _with_sink(lse: Tensor, inputs: Any) -> Tensor:
+    """lse `[B, H, s_q]` with the sink taken in; a row without keys has the sink alone."""
+    sink = inputs.attn_sink.to(lse.dtype)[:, None]
+    return torch.where(lse.isinf(), sink, torch.logaddexp(lse, sink))
+
+
+def _time(variants: Sequence[_Variant], inputs: Sequence[Any], cache: str, kv_bytes: float, this: _Run) -> _Timing:
+    used, repeat = (inputs, 1) if cache == "cold" else (inputs[:1], timing.WARM_CALLS)
+    rotated = len(used) * kv_bytes if cache == "cold" else 0
+    launches = {variant.impl: [variant.prepare(each) for each in used] * repeat for variant in variants}
+    before = timing.clocks(this.device)
+    replays = timing.graph_replay_us(launches, budget_s=this.budget_s, device=this.device)
+    return _Timing(
+        cache="rotated" if cache == "cold" and rotated < timing.ROTATION_BYTES else cache,
+        method={"timer": "cuda graph replay", "calls": len(used) * repeat, "sets": len(used), "rotated_bytes": rotated},
+        clocks=Clocks(before=before, after=timing.clocks(this.device)),
+        replays=replays,
+    )
+
+
+def _kv_bytes(module: ModuleType, case: Any, inputs: Any) -> float:
+    """What a call moves beside its queries and its output, which has their shape and dtype."""
+    return module.work(case).bytes - 2 * inputs.q.nbytes
+
+
+def _ceiling_records(this: _Run) -> list[Record]:
+    before = timing.clocks(this.device)
+    measured = timing.ceilings(this.device)
+    clocks = Clocks(before=before, after=timing.clocks(this.device))
+    return [
+        this.record(
+            case=CEILINGS,
+            impl=name,
+            config={},
+            method={"timer": ceiling.timer},
+            samples_us=ceiling.samples_us,
+            check={"error": ceiling.error, "baseline_error": 0.0, "tolerance": ceiling.tolerance},
+            work=ceiling.work,
+            kernel_sha256=None,
+            clocks=clocks,
+        )
+        for name, ceiling in measured.items()
+    ]
+
+
+def _chosen(argument: str, names: Sequence[str] | None, known: Mapping[str, Any] | Sequence[str]) -> list[str]:
+    if names is None:
+        return list(known)
+    for name in names or ("",):
+        if name not in known:
+            raise ValueError(f"{argument} has no {name!r}; known: {', '.join(known)}")
+    return list(dict.fromkeys(names))
+
+
+def _report(name: str, found: Sequence[Record], failed: Sequence[str]) -> None:
+    if found and not sys.stderr.isatty():
+        _say(f"{name}: " + ", ".join(f"{r.impl} {r.config['cache']} {r.median_us:.1f} us" for r in found))
+    for line in failed:
+        _say(f"FAILED {line}")
+
+
+def _say(line: str) -> None:
+    tqdm.write(line, file=sys.stderr)

@@ -1,0 +1,1 @@
+"""Frames in, tables and figures out: never a measurement, never torch."""

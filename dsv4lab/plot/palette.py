@@ -1,0 +1,39 @@
+"""One colour and one marker for each implementation, the same in every figure (Okabe and Ito's colours)."""
+
+from dataclasses import dataclass
+
+BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
+BLUE, VERMILLION, PURPLE, GREY = "#0072B2", "#D55E00", "#CC79A7", "#777777"
+
+
+@dataclass(frozen=True)
+class Look:
+    """How one implementation is named and drawn."""
+
+    label: str
+    color: str
+    marker: str
+    linestyle: str = "-"
+
+
+LOOKS = {
+    "simt": Look("SIMT per head", ORANGE, "s"),
+    "mma": Look("MMA, no split", SKY, "^"),
+    "split_k": Look("split-K", BLUE, "o"),
+    "stock_simt": Look("SGLang stock", VERMILLION, "D"),
+    "flashmla": Look("FlashMLA", GREEN, "v"),
+    "floor": Look("roofline floor", GREY, "", "--"),
+}
+
+
+def look(impl: str) -> Look:
+    """The look of `impl`. What the palette does not know is dotted: "mma_bh16" like "mma", anything else in purple."""
+    if impl in LOOKS:
+        return LOOKS[impl]
+    kin = next((known for name, known in LOOKS.items() if impl.startswith(f"{name}_")), Look(impl, PURPLE, "X"))
+    return Look(impl, kin.color, kin.marker, ":")
+
+
+def in_order(impls: set[str]) -> list[str]:
+    """`impls` in the palette's order, unknown ones last by name: tables and figures agree on it."""
+    return [impl for impl in LOOKS if impl in impls] + sorted(impls - LOOKS.keys())

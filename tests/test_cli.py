@@ -1,0 +1,196 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_notebooks import FINISH, write_notebook
+
+from dsv4lab import cli, doctor, hardware, measure
+from dsv4lab.notebooks import run as batch
+
+ROOT = Path(__file__).parents[1]
+H200 = {"name": "NVIDIA H200", "count": 1, "capability": (9, 0), "sms": 132}
+
+
+@pytest.fixture
+def notebook(tmp_path: Path) -> str:
+    return str(write_notebook(tmp_path / "n.ipynb", FINISH))
+
+
+def status(*args: str) -> int:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(args)
+    return caught.value.code
+
+
+@pytest.mark.parametrize(
+    ("args", "complaint"),
+    [
+        (["-p", "bacth=64"], "'bacth' is not declared by n.ipynb; it has live, batch"),
+        (["-p", "batch=many"], "parameter batch=many is no int"),
+        (["-p", "batch"], "'batch' must read NAME=VALUE"),
+        (["missing.ipynb"], "notebook 'missing.ipynb' does not exist; there are"),
+        (["--out", "/dev/null/report"], "--out /dev/null/report cannot be written to"),
+        (["--records", "/dev/null"], "--records /dev/null cannot be written to"),
+        (["--live", "--no-live"], "exclude each other"),
+        (["--timeout", "0"], "--timeout must be at least 1 second, got 0"),
+    ],
+)
+def test_what_the_user_got_wrong_is_one_line_and_status_2(notebook, capsys, monkeypatch, args, complaint):
+    monkeypatch.setattr(batch, "_chapters", lambda: [Path("03_split_k.ipynb")])
+    monkeypatch.setattr(batch, "_execute", lambda *_: pytest.fail("a notebook was executed"))
+    assert status("run", notebook, *args) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("dsv4lab: ")
+    assert err.count("\n") == 1
+    assert complaint in err
+
+
+@pytest.mark.parametrize("command", ["run", "measure", "doctor"])
+def test_help_teaches_with_an_example(capsys, command):
+    assert status(command, "--help") == 0
+    assert f"Example: dsv4lab {command}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("gpu", "flags", "live"),
+    [(H200, [], True), (None, [], False), (H200, ["--no-live"], False), (None, ["--live"], True)],
+)
+def test_a_run_is_live_where_there_is_a_gpu_unless_told_otherwise(notebook, monkeypatch, gpu, flags, live):
+    seen = {}
+    monkeypatch.setattr(hardware, "probe", lambda: gpu)
+    monkeypatch.setattr(batch, "run", lambda jobs, out, live, timeout: seen.update(jobs=jobs, live=live) or Good)
+    assert status("run", notebook, *flags) == 0
+    assert seen["live"] is live
+    assert seen["jobs"][0].values["live"] is live
+
+
+class Good:
+    good = True
+
+
+def test_a_run_without_installation_prints_its_parameters_and_one_verdict(notebook, tmp_path):
+    command = [sys.executable, "-m", "dsv4lab.cli", "run", notebook, "--no-live", "-p", "batch=7", "--out"]
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run([*command, str(tmp_path / "r")], cwd=ROOT, env=env, capture_output=True, text=True)
+    lines = done.stdout.splitlines()
+    assert (done.returncode, done.stderr) == (0, "")  # no progress bar where no terminal is
+    assert lines[0] == "n: live=False batch=7"
+    assert lines[1].startswith("passed") and lines[1].endswith("answer 7")
+    assert lines[2].startswith("report: ") and len(lines) == 3
+
+
+def test_a_failed_notebook_is_status_1(tmp_path):
+    bad = write_notebook(tmp_path / "bad.ipynb", "1 / 0")
+    assert status("run", str(bad), "--no-live", "--out", str(tmp_path / "r")) == 1
+
+
+@pytest.mark.parametrize("folder", ["{braces}", "a b"])
+def test_a_folder_may_have_any_name(tmp_path, folder):
+    (tmp_path / folder).mkdir()
+    path = write_notebook(tmp_path / folder / "n.ipynb", FINISH)
+    assert status("run", str(path), "--no-live", "--out", str(tmp_path / folder / "r")) == 0
+
+
+def test_measure_without_a_gpu_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(hardware, "probe", lambda: None)
+    assert status("measure", "sparse_mla") == 2
+    assert "measure needs a CUDA GPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "says"),
+    [
+        (None, 0, "recorded: sparse_mla_decode_h200.jsonl"),
+        (ValueError("cases has no 'b33'; known: b1"), 2, "dsv4lab: cases has no 'b33'; known: b1"),
+        (FileNotFoundError("say where the records are"), 2, "dsv4lab: say where the records are"),
+        (measure.CheckFailed("split_k: error 1 above 0.01"), 1, "dsv4lab: split_k: error 1 above 0.01"),
+    ],
+)
+def test_measure_passes_its_arguments_on_and_says_how_it_ended(monkeypatch, capsys, tmp_path, error, code, says):
+    seen = []
+
+    def fake(*args, **options):
+        seen.append((args, options))
+        if error:
+            raise error
+        return "sparse_mla_decode_h200.jsonl"
+
+    monkeypatch.setattr(hardware, "probe", lambda: H200)
+    monkeypatch.setattr(measure, "run", fake)
+    assert status("measure", "sparse_mla", "--peers", "--case", "b1", "--case", "b4", "--out", str(tmp_path)) == code
+    assert seen == [(("sparse_mla",), {"cases": ("b1", "b4"), "impls": None, "peers": True, "directory": tmp_path})]
+    assert "".join(capsys.readouterr()).strip() == says
+
+
+def test_doctor_names_what_is_missing_and_the_command_that_mends_it(monkeypatch, capsys):
+    have = {"pandas": "2.3", "numpy": "2", "packaging": "26", "pydantic": "2.9", "tqdm": "4", "tyro": "1.1"}
+    monkeypatch.setattr(doctor, "_installed", have.get)
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    monkeypatch.setattr(hardware, "probe", lambda: None)
+    assert status("doctor") == 1
+    out = capsys.readouterr().out
+    assert "missing: torch>=2.11" in out
+    assert "-> pip install -c constraints/cpu.txt -e '.[kernels]'" in out
+    assert "-> pip install -e '.[serve]'" in out
+    assert out.rstrip().endswith("run the commands marked with -> above")
+
+
+def test_doctor_sees_a_version_that_is_too_old(monkeypatch):
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: "nvidia-smi")
+    monkeypatch.setattr(doctor, "_installed", lambda name: "1.0")
+    core = next(finding for finding in doctor._packages() if finding.subject == "core")
+    assert core.broken
+    assert "pandas>=2.2" in core.text
+    assert core.fix == "pip install -e '.'"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "says", "fix"),
+    [
+        (H200, "NVIDIA H200, sm_90, 132 SMs, 1 here: live mode; peaks 4.80 TB/s", ""),
+        (H200 | {"name": "NVIDIA Unheard"}, "datasheet peaks are unknown", "add it to GPUS in dsv4lab/hardware.py"),
+        (None, "none: kernels are interpreted", ""),
+    ],
+)
+def test_doctor_names_the_gpu_and_its_entry(monkeypatch, gpu, says, fix):
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    finding = doctor._gpu(gpu)
+    assert says in finding.text
+    assert finding.fix == fix
+    assert not finding.broken
+
+
+def test_doctor_sees_a_torch_that_does_not_load(monkeypatch):
+    monkeypatch.setattr(doctor, "import_module", raise_os_error)
+    (finding,) = doctor._kernels(None)
+    assert finding.broken
+    assert "libcudart.so.13" in finding.text
+
+
+@pytest.mark.parametrize(("capability", "says"), [((9, 0), "split_k"), ((7, 0), "sparse_mla has none for sm_70")])
+def test_doctor_names_the_configs_of_the_gpu(capability, says):
+    texts = [found.text for found in doctor._kernels(H200 | {"capability": capability}) if found.subject == "configs"]
+    assert any(text.startswith(says) for text in texts)
+
+
+def raise_os_error(name: str):
+    raise OSError("libcudart.so.13: cannot open shared object file")
+
+
+def test_doctor_on_this_machine(capsys):
+    assert status("doctor") == 0
+    out = capsys.readouterr().out
+    for subject in ("core ", "kernels ", "notebook ", "gpu ", "records ", "configs ", "peer "):
+        assert f"\n{subject}" in out
+    assert out.endswith("ready: dsv4lab run\n")
+
+
+def test_doctor_sees_a_torch_without_cuda_beside_a_driver(monkeypatch):
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: "nvidia-smi")
+    monkeypatch.setattr(doctor, "_installed", lambda name: "2.13.0+cpu")
+    finding = doctor._gpu(None)
+    assert "2.13.0+cpu sees none, though nvidia-smi is here" in finding.text
+    assert finding.fix

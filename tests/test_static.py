@@ -1,0 +1,58 @@
+"""What the compiler makes of every shipped config, for GPUs that are not here: the evidence that the tables cite."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import triton
+
+from dsv4lab import hardware, static
+
+STEMS = ("sparse_mla",)
+
+
+@pytest.fixture(scope="module", params=STEMS)
+def compiled(request) -> tuple[dict, dict]:
+    """(the committed cards, cards made now) of a module; a process of its own, since here the interpreter may be on."""
+    code = f"import json; from dsv4lab import static; print(json.dumps(static.cards({request.param!r})))"
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stderr[-2000:]
+    return json.loads(static.path(request.param).read_text(encoding="utf-8")), json.loads(run.stdout)
+
+
+def test_the_committed_cards_are_what_the_compiler_says(compiled):
+    committed, now = compiled
+    if committed["triton"] != triton.__version__:
+        pytest.skip(f"the cards were made with triton {committed['triton']}, here is {triton.__version__}")
+    assert committed["cards"] == now
+
+
+def test_attention_keeps_the_tensor_cores_and_the_wide_loads(compiled):
+    for entries in compiled[1].values():
+        for kernels in entries.values():
+            card = kernels["split_k_kernel"]
+            assert card["mma"] > 0 and card["load128"] > 0
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_120"])
+def test_nothing_spills_where_it_cannot_be_measured(compiled, arch):
+    for entries in compiled[1][arch].values():
+        for card in entries.values():
+            assert card["spill_bytes"] == 0 and card["local"] == 0
+
+
+@pytest.mark.parametrize(("arch", "limit"), [("sm_89", 101_376), ("sm_120", hardware.SM120_SHARED_MEMORY)])
+def test_shared_memory_fits_the_smaller_gpus(compiled, arch, limit):
+    for entries in compiled[1][arch].values():
+        for card in entries.values():
+            assert card["shared_bytes"] <= limit
+
+
+def test_the_interpreter_is_refused():
+    code = "from dsv4lab import static; static.cards('sparse_mla')"
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert run.returncode and "TRITON_INTERPRET" in run.stderr
