@@ -112,7 +112,7 @@ def _kernels(gpu: dict | None) -> Iterator[Finding]:
     arch = hardware.arch_key(gpu["capability"]) if gpu else CAMPAIGN_ARCH
     if gpu is None:
         yield Finding("configs", f"none, kernels are interpreted; on the campaign's {arch} they would be")
-    for module in modules:
+    for module in (module for module in modules if hasattr(module, "describe")):
         yield from (Finding("configs", text) for text in _configs(module, arch))
     for experiment, peer in found:
         why, _, command = (peer.unavailable() or "available").partition(": ")

@@ -121,7 +121,9 @@ def test_measure_passes_its_arguments_on_and_says_how_it_ended(monkeypatch, caps
     monkeypatch.setattr(hardware, "probe", lambda: H200)
     monkeypatch.setattr(measure, "run", fake)
     assert status("measure", "sparse_mla", "--peers", "--case", "b1", "--case", "b4", "--out", str(tmp_path)) == code
-    assert seen == [(("sparse_mla",), {"cases": ("b1", "b4"), "impls": None, "peers": True, "directory": tmp_path})]
+    assert seen == [
+        (("sparse_mla",), {"cases": ("b1", "b4"), "impls": None, "peers": True, "sweep": False, "directory": tmp_path})
+    ]
     assert "".join(capsys.readouterr()).strip() == says
 
 

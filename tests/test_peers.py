@@ -1,6 +1,7 @@
 import subprocess
 import sys
 from importlib import invalidate_caches
+from importlib.metadata import PackageNotFoundError
 from types import SimpleNamespace
 
 import pytest
@@ -101,7 +102,11 @@ def test_unavailable_knows_which_gpus_run_it(peer, installed, capability, reason
     assert peer.unavailable() is None
 
 
-def test_another_flash_mla_is_not_mistaken_for_the_one_with_sm_90_kernels(site):
+def test_another_flash_mla_is_not_mistaken_for_the_one_with_sm_90_kernels(site, monkeypatch):
+    def unknown(package: str) -> str:
+        raise PackageNotFoundError(package)
+
+    monkeypatch.setattr(flashmla, "version", unknown)
     _write(site / "flash_mla/__init__.py", "")
     assert "not the build of sgl-flash-mla" in flashmla.unavailable()
 

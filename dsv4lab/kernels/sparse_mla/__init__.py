@@ -28,6 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4lab.hardware import arch_key
+from dsv4lab.kernels.launch import launch
 from dsv4lab.kernels.sparse_mla import checks
 from dsv4lab.kernels.sparse_mla.cases import (
     CASES,
@@ -197,7 +198,8 @@ def sparse_mla_decode(
     workspace: fp32, at least `plan(...).workspace_numel` elements. Nothing is allocated if all three are given.
     config: overrides the table's choice. check_values: check lengths and indices first, which waits for the device.
 
-    Returns (out, lse). Raises ValueError naming the argument and what it was. No host sync unless check_values is set.
+    Returns (out, lse). Raises ValueError naming the argument and what it was, and ColdKernel if the stream is capturing
+    and this variant was never run before. No host sync unless check_values is set.
     """
     scale = HEAD_DIM**-0.5 if softmax_scale is None else softmax_scale
     call = Inputs(
@@ -224,8 +226,8 @@ def sparse_mla_decode(
             f"workspace must be contiguous float32 with at least {needed} elements, "
             f"got {workspace.dtype} {tuple(workspace.shape)}"
         )
-    for kernel, grid, arguments in launches(call, out, lse, workspace.view(-1), impl=impl, plan=p):
-        kernel[grid](**arguments)
+    for step in launches(call, out, lse, workspace.view(-1), impl=impl, plan=p):
+        launch(*step)
     return out, lse
 
 

@@ -1,0 +1,125 @@
+"""One way to launch a Triton kernel: never compile, tune or load one while a CUDA graph is captured or kernels are frozen.
+
+Triton compiles a variant at the first call that needs it, and loads its binary at the first launch: a stall of a second
+in a live server, and inside a stream capture a synchronisation that kills it. `launch` refuses such a call before it
+touches the stream, so the capture stays usable; `warm` does compilation and loading beforehand, without launching.
+"""
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import triton
+from triton.runtime.autotuner import Autotuner
+
+Arguments = Mapping[str, Any]
+
+_lock = threading.RLock()
+_freezes = 0
+
+
+class ColdKernel(RuntimeError):
+    """A launch would compile, tune or load a kernel where that must not happen; the message names kernel and arguments."""
+
+
+@contextmanager
+def frozen() -> Iterator[None]:
+    """Inside, any `launch` of a variant that is not warm raises ColdKernel instead of stalling a request.
+
+    For the whole process. A server enters it once, after its warm-up, and need not leave it.
+    """
+    global _freezes
+    with _lock:
+        _freezes += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _freezes -= 1
+
+
+def launch(kernel: Any, grid: tuple[int, ...], arguments: Arguments) -> None:
+    """Launch `kernel` (a @triton.jit function) on the current stream; `arguments` by name, options such as num_warps too.
+
+    Raises ColdKernel when the current stream is capturing, or kernels are frozen, and this variant is not warm.
+    """
+    capturing = _capturing()
+    if (capturing or _freezes) and not is_warm(kernel, grid, arguments):
+        reason = "the current stream is capturing a CUDA graph" if capturing else "kernels are frozen"
+        raise ColdKernel(f"{reason} and {_name(kernel)} is not warm; warm up this call before: {_describe(arguments)}")
+    kernel[grid](**arguments)
+
+
+def warm(kernel: Any, grid: tuple[int, ...], arguments: Arguments) -> None:
+    """Compile and load the variant that this launch needs, launching nothing. ColdKernel when kernels are frozen."""
+    if triton.knobs.runtime.interpret or is_warm(kernel, grid, arguments):
+        return
+    if _freezes or _capturing():
+        raise ColdKernel(f"too late to warm up {_name(kernel)}: {_describe(arguments)}")
+    plain, arguments = _tuned(kernel, arguments) or (None, None)
+    if plain is None:
+        raise ValueError(f"kernel {_name(kernel)} has to be tuned by a launch first: give it one config to warm it up")
+    plain.warmup(grid=grid, **arguments).run  # noqa: B018 (reading the property loads the binary)
+
+
+def is_warm(kernel: Any, grid: tuple[int, ...], arguments: Arguments) -> bool:
+    """Whether this launch needs no tuning, no compilation and no loading. Compiles nothing."""
+    if triton.knobs.runtime.interpret:
+        return True
+    plain, arguments = _tuned(kernel, arguments) or (None, None)
+    if plain is None:
+        return False
+    with _compiling_nothing():
+        compiled = plain.warmup(grid=grid, **arguments)
+    return compiled is not None and compiled.module is not None
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+@contextmanager
+def _compiling_nothing() -> Iterator[None]:
+    """Inside, a variant this thread asks for and that is not compiled comes back as None; other threads compile on."""
+    asking = threading.get_ident()
+    with _lock:
+        before = triton.knobs.runtime.jit_cache_hook
+
+        def skip(**call: Any) -> bool | None:
+            return True if threading.get_ident() == asking else before and before(**call)
+
+        triton.knobs.runtime.jit_cache_hook = skip
+        try:
+            yield
+        finally:
+            triton.knobs.runtime.jit_cache_hook = before
+
+
+def _tuned(kernel: Any, arguments: Arguments) -> tuple[Any, Arguments] | None:
+    """The plain kernel with the arguments its autotuner settled on; None if it would have to measure first."""
+    if not isinstance(kernel, Autotuner):
+        return kernel, arguments
+    config = kernel.configs[0]
+    if len(kernel.configs) > 1:
+        given = {name: value for name, value in arguments.items() if name in kernel.arg_names}
+        dtypes = [str(value.dtype) for value in given.values() if hasattr(value, "dtype")]
+        config = kernel.cache.get((*(given[name] for name in kernel.keys if name in given), *dtypes))
+    return config and (kernel.fn, {**arguments, **config.all_kwargs()})
+
+
+def _name(kernel: Any) -> str:
+    while isinstance(kernel, Autotuner):
+        kernel = kernel.fn
+    return kernel.__name__
+
+
+def _describe(arguments: Arguments) -> str:
+    return ", ".join(f"{name}={_short(value)}" for name, value in arguments.items())
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return str(value)
