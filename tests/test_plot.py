@@ -54,6 +54,13 @@ def test_times_and_ratios_come_from_the_selected_rows(frame):
     assert tables.ratios(chosen, "flashmla")["split_k"].to_dict() == {1: 0.8, 32: 2.0}
     assert tables.speedups(chosen, "stock_simt")["split_k"].to_dict() == {1: 28.0, 32: 92.5}
     assert list(tables.speedups(chosen, "stock_simt")) == ["split_k", "flashmla"]
+    assert list(tables.times(chosen, over="case").index) == ["b1_h64", "b32_h64"]
+
+
+def test_a_ratio_is_empty_where_one_side_was_not_measured(frame):
+    times = tables.times(tables.select(frame, H=64))
+    assert tables.ratio(times, "split_k", "flashmla").to_dict() == {1: 0.8, 32: 2.0}
+    assert tables.ratio(times, "split_k", "mma").empty
 
 
 def test_the_floor_is_that_of_the_same_run(frame):
@@ -113,19 +120,27 @@ def test_speedup_figure_is_relative_to_its_baseline(frame):
     assert lines[palette.look("flashmla").color.lower()].get_ydata().tolist() == [1.0, 1.0]
 
 
+def test_each_number_of_heads_has_a_panel_and_the_title_is_the_finding(frame):
+    figure = figures.time_against_batch(tables.select(frame, cache="cold"), "it is faster")
+    assert [axes.get_title(loc="left").split(",")[0] for axes in figure.axes] == ["H = 64", "H = 8"]
+    assert figure.axes[0].get_ylim() == figure.axes[1].get_ylim()
+    assert figure.get_suptitle() == "it is faster"
+
+
 def test_occupancy_figure_draws_each_plan_beside_the_sms():
     blocks = [
-        {"B": batch, "impl": "mma", "plan": f"BLOCK_H {rows}", "blocks": batch * 64 // rows}
+        {"gpu": gpu, "B": batch, "impl": "mma", "plan": f"BLOCK_H {rows}", "blocks": batch * 64 // rows}
+        for gpu in ("RTX PRO 6000", "H200")
         for rows in (16, 32, 64)
         for batch in (1, 32)
     ]
-    figure = figures.occupancy(pd.DataFrame(blocks), sms={"RTX PRO 6000": 188})
-    axes = figure.axes[0]
-    drawn = [line.get_ydata()[-1] for line in axes.lines[:3]]
-    assert drawn == [128, 64, 32]
-    assert len({line.get_linestyle() for line in axes.lines[:3]}) == 3
-    assert axes.lines[3].get_ydata()[0] == 188
-    assert "188 SMs: RTX PRO 6000" in {text.get_text() for text in axes.texts}
+    figure = figures.occupancy(pd.DataFrame(blocks), sms={"H200": 132, "RTX PRO 6000": 188})
+    for axes, sms in zip(figure.axes, (188, 132), strict=True):
+        assert [line.get_ydata()[-1] for line in axes.lines[:3]] == [128, 64, 32]
+        assert len({line.get_linestyle() for line in axes.lines[:3]}) == 3
+        assert axes.lines[3].get_ydata()[0] == sms
+        assert f"{sms} SMs" in {text.get_text() for text in axes.texts}
+    assert [axes.get_title(loc="left") for axes in figure.axes] == ["RTX PRO 6000: 188 SMs", "H200: 132 SMs"]
 
 
 def test_labels_are_moved_apart_no_more_than_needed_and_keep_their_order():

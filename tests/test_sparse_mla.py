@@ -412,18 +412,17 @@ def test_a_variant_never_run_is_refused_in_capture_and_the_capture_goes_on():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("page", "pages"), [(64, 57_500), (64, 62_000)])
-def test_a10_pages_beyond_2_gib(page, pages):
+@pytest.mark.parametrize(("pages", "pool_stride"), [(57_500, None), (62_000, None), (2_200, 1_002_240)])
+def test_a10_pages_beyond_2_gib(pages, pool_stride):
     """The same keys in the first and in the last pages of a pool of more than 2^31 bytes give the same bits."""
-    call = one(B=1, H=8, window=64, topk=0, page=page)
-    far = kv_cache.allocate_main(pages, page, "cuda")
-    assert far.stride(0) * (pages - 1) > 2**31
-    far[-call.k_cache.shape[0] :] = 0
-    last = far.as_strided(
-        (call.k_cache.shape[0], far.stride(0)), (far.stride(0), 1), (pages - call.k_cache.shape[0]) * far.stride(0)
-    )
-    last.copy_(call.k_cache.as_strided(last.shape, (call.k_cache.stride(0), 1)))
-    moved = replace(call, k_cache=far, indices=call.indices + (pages - call.k_cache.shape[0]) * page)
+    near = one(B=1, H=8, window=64, topk=0, page=64)
+    used, page_bytes = near.k_cache.shape[0], kv_cache.main_page_bytes(64)
+    cache = kv_cache.allocate_main(pages, 64, "cuda", pool_stride=pool_stride)
+    stride = cache.stride(0)
+    assert stride * (pages - used) > 2**31
+    last = cache.as_strided((used, page_bytes), (stride, 1), (pages - used) * stride)
+    last.copy_(near.k_cache.as_strided((used, page_bytes), (near.k_cache.stride(0), 1)))
+    far = replace(near, k_cache=cache, indices=near.indices + (pages - used) * 64)
     for impl in mla.IMPLEMENTATIONS:
-        for mine, theirs in zip(decode(call, impl), decode(moved, impl), strict=True):
+        for mine, theirs in zip(decode(near, impl), decode(far, impl), strict=True):
             assert numerics.bitwise_equal(mine, theirs)

@@ -1,10 +1,11 @@
-"""One way to launch a Triton kernel: never compile, tune or load one while a CUDA graph is captured or kernels are frozen.
+"""One way to launch a Triton kernel, which never compiles one while a CUDA graph is captured or kernels are frozen.
 
 Triton compiles a variant at the first call that needs it, and loads its binary at the first launch: a stall of a second
 in a live server, and inside a stream capture a synchronisation that kills it. `launch` refuses such a call before it
 touches the stream, so the capture stays usable; `warm` does compilation and loading beforehand, without launching.
 """
 
+import functools
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +15,8 @@ import torch
 import triton
 from triton.runtime.autotuner import Autotuner
 
+from dsv4lab.hardware import arch_key
+
 Arguments = Mapping[str, Any]
 
 _lock = threading.RLock()
@@ -21,7 +24,20 @@ _freezes = 0
 
 
 class ColdKernel(RuntimeError):
-    """A launch would compile, tune or load a kernel where that must not happen; the message names kernel and arguments."""
+    """A launch would compile, tune or load a kernel where it must not; the message names kernel and arguments."""
+
+
+def target(device: torch.device) -> tuple[str, int]:
+    """Architecture and SM count of a device. For the CPU, whose programs run one after another: one SM of an H200."""
+    if device.type != "cuda":
+        return "sm_90", 1
+    return _gpu(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@functools.cache
+def _gpu(index: int) -> tuple[str, int]:
+    properties = torch.cuda.get_device_properties(index)
+    return arch_key((properties.major, properties.minor)), properties.multi_processor_count
 
 
 @contextmanager
@@ -41,7 +57,7 @@ def frozen() -> Iterator[None]:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], arguments: Arguments) -> None:
-    """Launch `kernel` (a @triton.jit function) on the current stream; `arguments` by name, options such as num_warps too.
+    """Launch `kernel`, a @triton.jit function, on the current stream; `arguments` by name, with options as num_warps.
 
     Raises ColdKernel when the current stream is capturing, or kernels are frozen, and this variant is not warm.
     """

@@ -52,7 +52,7 @@ def plan(notebooks: Sequence[str], given: Sequence[str], *, live: bool, records:
     paths = [path for name in notebooks for path in _find(name)] or _chapters()
     if twice := {path.stem for path in paths if [other.stem for other in paths].count(path.stem) > 1}:
         raise UsageError(f"notebook {min(twice)} is named twice")
-    own = {"live": live} | ({} if records is None else {"records_dir": str(records)})
+    own = {"live": live} | ({} if records is None else {"records_dir": records.name})  # a report is published: no paths
     jobs = []
     for path in paths:
         declared = parameters.declared(path)

@@ -1,6 +1,6 @@
 """The figures of the kernel chapters: record frames in, `Figure` out (closed, so that a notebook shows it once)."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -13,89 +13,117 @@ from dsv4lab.plot import tables
 from dsv4lab.plot.palette import BLACK, GREY, Look, in_order, look
 from dsv4lab.plot.style import styled
 
-SMS = {"RTX PRO 6000": 188, "H200": 132}
 _DASHES = ("-", "--", ":", "-.")
-_LABEL_GAP = 0.05  # of the height of the axes
+_LABEL_GAP = 0.055  # of the height of the axes
+_PANEL = (5.1, 4.2)  # inches
 
 
 def time_against_batch(frame: pd.DataFrame, title: str | None = None) -> Figure:
     """Median kernel time (µs) against batch, with the 10-90% range of the samples and the roofline floor.
 
     Args:
-        frame: one run with its ceilings; of the kernel rows one H, cache and lengths (see `tables.select`).
+        frame: one run with its ceilings; of the kernel rows one cache and one kind of lengths (see `tables.select`).
+            Each H has a panel of its own.
     """
-    rows = tables.with_floor(frame)
-    medians, low, high = (tables.times(rows, value) for value in ("median_us", "p10_us", "p90_us"))
-    floor = rows.groupby(rows["B"].astype(int))["floor_us"].min()
+    panels = {}
+    for name, rows in _by_heads(tables.with_floor(frame)):
+        floor = rows.groupby(rows["B"].astype(int))["floor_us"].min()
+        panels[name] = [(look(impl), times) for impl, times in tables.times(rows).items()] + [(look("floor"), floor)]
     with styled():
-        figure, axes = plt.subplots()
-        for impl in medians:
-            axes.fill_between(low.index, low[impl], high[impl], color=look(impl).color, alpha=0.25, linewidth=0)
-        lines = [(look(impl), medians[impl]) for impl in medians] + [(look("floor"), floor)]
-        _draw(axes, lines, "kernel time (µs)")
-        axes.set_title(title or _title("Kernel time", rows))
+        figure, all_axes = _panels(panels, "kernel time (µs)", title)
+        for axes, (_, rows) in zip(all_axes, _by_heads(tables.kernels(frame)), strict=True):
+            low, high = tables.times(rows, "p10_us"), tables.times(rows, "p90_us")
+            for impl in low:
+                axes.fill_between(low.index, low[impl], high[impl], color=look(impl).color, alpha=0.25, linewidth=0)
     return _closed(figure)
 
 
 def speedup(frame: pd.DataFrame, baseline: str = "stock_simt", title: str | None = None) -> Figure:
-    """How many times faster than `baseline` each implementation is, by median time, against batch."""
-    rows = tables.kernels(frame)
-    table = tables.speedups(rows, baseline)
+    """How many times faster than `baseline` each implementation is, by median time, against batch; a panel an H."""
+    panels = {}
     reference = Look(look(baseline).label, look(baseline).color, "", "--")
+    for name, rows in _by_heads(tables.kernels(frame)):
+        table = tables.speedups(rows, baseline)
+        panels[name] = [(look(impl), table[impl]) for impl in table] + [(reference, pd.Series(1.0, index=table.index))]
     with styled():
-        figure, axes = plt.subplots()
-        lines = [(look(impl), table[impl]) for impl in table] + [(reference, pd.Series(1.0, index=table.index))]
-        _draw(axes, lines, f"speed relative to {reference.label} (times)")
-        axes.set_title(title or _title("Speed-up", rows))
+        figure, _ = _panels(panels, f"speed relative to {reference.label} (times)", title)
     return _closed(figure)
 
 
-def occupancy(blocks: pd.DataFrame, sms: Mapping[str, int] = SMS, title: str | None = None) -> Figure:
-    """Blocks in the grid against batch, beside the number of SMs there are to fill.
+def occupancy(blocks: pd.DataFrame, sms: Mapping[str, int], title: str | None = None) -> Figure:
+    """Blocks in the grid against batch, beside the number of SMs there are to fill; a panel for each GPU.
 
     Args:
-        blocks: columns B, impl, plan (its label, as "MMA, BLOCK_H 16") and blocks.
-        sms: SM counts by GPU name, each drawn as a line.
+        blocks: columns gpu, B, impl, plan (its label, as "MMA, BLOCK_H 16") and blocks.
+        sms: SM counts by GPU, drawn as lines.
     """
-    with styled():
-        figure, axes = plt.subplots()
+    panels = {}
+    for gpu, of_gpu in blocks.groupby("gpu", sort=False):
         lines = []
-        for impl in in_order(set(blocks["impl"])):
-            plans = blocks[blocks["impl"] == impl].groupby("plan", sort=False)
+        for impl in in_order(set(of_gpu["impl"])):
+            plans = of_gpu[of_gpu["impl"] == impl].groupby("plan", sort=False)
             for (plan, group), dashes in zip(plans, _DASHES, strict=False):
                 known = look(impl)
                 lines.append((Look(plan, known.color, known.marker, dashes), group.set_index("B")["blocks"]))
-        _draw(axes, lines, "blocks in the grid")
-        axes.set_ylim(axes.get_ylim())
-        axes.axhspan(axes.get_ylim()[0], min(sms.values()), color=GREY, alpha=0.08, linewidth=0, zorder=0)
-        for name, count in sms.items():
-            axes.axhline(count, color=BLACK, linestyle=":", linewidth=1.2)
-            where = {"xy": (0.01, count), "xycoords": ("axes fraction", "data")}
-            axes.annotate(f"{count} SMs: {name}", **where, xytext=(0, 3), textcoords="offset points", fontsize=8)
-        axes.set_title(title or "Blocks in the grid: where they are fewer than the SMs, SMs stay idle")
+        panels[f"{gpu}: {sms[gpu]} SMs"] = lines
+    with styled():
+        figure, all_axes = _panels(panels, "blocks in the grid", title)
+        for axes, gpu in zip(all_axes, blocks["gpu"].unique(), strict=True):
+            axes.set_ylim(axes.get_ylim())
+            axes.axhspan(axes.get_ylim()[0], sms[gpu], color=GREY, alpha=0.08, linewidth=0, zorder=0)
+            axes.axhline(sms[gpu], color=BLACK, linestyle=":", linewidth=1.2)
+            where = {"xy": (0.01, sms[gpu]), "xycoords": ("axes fraction", "data")}
+            axes.annotate(f"{sms[gpu]} SMs", **where, xytext=(0, 3), textcoords="offset points", fontsize=8)
     return _closed(figure)
 
 
-def _draw(axes: Axes, lines: Sequence[tuple[Look, pd.Series]], ylabel: str) -> None:
-    """Lines against batch on log-log axes, each named at its right end in its own colour."""
-    lines = [(each, series.dropna()) for each, series in lines]
+def _by_heads(rows: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
+    """The rows of each H, largest first, and what a panel of them is called."""
+    for heads, of_heads in sorted(rows.groupby("H"), reverse=True):
+        one = of_heads.iloc[0]
+        yield f"H = {heads:g}, {one['cache']} cache, {one['gpu']}", of_heads
+
+
+def _panels(
+    panels: Mapping[str, Sequence[tuple[Look, pd.Series]]], ylabel: str, title: str | None
+) -> tuple[Figure, list[Axes]]:
+    """Lines against batch, panels side by side on one scale, each line named at its right end in its own colour."""
+    size = (_PANEL[0] * len(panels), _PANEL[1]) if len(panels) > 1 else None
+    figure, grid = plt.subplots(1, len(panels), sharey=True, squeeze=False, figsize=size)
+    all_axes = list(grid[0])
+    for axes, (name, lines) in zip(all_axes, panels.items(), strict=True):
+        _draw(axes, lines)
+        axes.set_title(name)
+    all_axes[0].set_ylabel(ylabel)
+    for axes, lines in zip(all_axes, panels.values(), strict=True):  # only now is the common scale known
+        _label(axes, lines)
+    if title:
+        figure.suptitle(title, x=0.01, ha="left", fontsize=13)
+    return figure, all_axes
+
+
+def _draw(axes: Axes, lines: Sequence[tuple[Look, pd.Series]]) -> None:
     for each, series in lines:
+        series = series.dropna()
         axes.plot(series.index, series, color=each.color, marker=each.marker, linestyle=each.linestyle)
-    batches = sorted({batch for _, series in lines for batch in series.index})
+    batches = sorted({batch for _, series in lines for batch in series.dropna().index})
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xticks(batches, [str(batch) for batch in batches])
     axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xlabel("batch size B")
+
+
+def _label(axes: Axes, lines: Sequence[tuple[Look, pd.Series]]) -> None:
     low, high = np.log10(axes.get_ylim())
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high - low < 3 else (1,)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.10g}"))
     axes.yaxis.set_minor_locator(NullLocator())
-    axes.set_xlabel("batch size B")
-    axes.set_ylabel(ylabel)
-    heights = _apart([(np.log10(series.iloc[-1]) - low) / (high - low) for _, series in lines])
-    for (each, series), height in zip(lines, heights, strict=True):
-        where = {"xy": (series.index[-1], series.iloc[-1]), "xytext": (1.02, height), "textcoords": "axes fraction"}
-        axes.annotate(each.label, **where, color=each.color, va="center", annotation_clip=False)
+    ends = [(each, series.dropna().index[-1], series.dropna().iloc[-1]) for each, series in lines]
+    heights = _apart([(np.log10(y) - low) / (high - low) for _, _, y in ends])
+    for (each, x, y), height in zip(ends, heights, strict=True):
+        where = {"xy": (x, y), "xytext": (1.02, height), "textcoords": "axes fraction"}
+        axes.annotate(each.label, **where, color=each.ink, va="center", annotation_clip=False)
 
 
 def _apart(heights: Iterable[float]) -> list[float]:
@@ -116,11 +144,6 @@ def _isotonic(values: np.ndarray) -> np.ndarray:
         while len(pools) > 1 and np.mean(pools[-2]) > np.mean(pools[-1]):
             pools[-2:] = [pools[-2] + pools[-1]]
     return np.concatenate([np.full(len(pool), np.mean(pool)) for pool in pools])
-
-
-def _title(what: str, rows: pd.DataFrame) -> str:
-    one = rows.iloc[0]
-    return f"{what} of sparse-MLA decode: H = {one['H']:g}, {one['cache']} cache, {one['gpu']}"
 
 
 def _closed(figure: Figure) -> Figure:

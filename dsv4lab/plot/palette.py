@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from matplotlib.colors import to_hex, to_rgb
+
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 BLUE, VERMILLION, PURPLE, GREY = "#0072B2", "#D55E00", "#CC79A7", "#777777"
 
@@ -14,6 +16,11 @@ class Look:
     color: str
     marker: str
     linestyle: str = "-"
+
+    @property
+    def ink(self) -> str:
+        """The colour, darkened until text in it can be read on white."""
+        return to_hex([0.75 * channel for channel in to_rgb(self.color)])
 
 
 LOOKS = {

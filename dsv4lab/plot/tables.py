@@ -54,13 +54,21 @@ def times(frame: pd.DataFrame, value: str = "median_us", over: str = "B") -> pd.
     ValueError if two records compete for one cell: select H, cache, lengths, ... first.
     """
     rows = kernels(frame)
+    if pd.api.types.is_numeric_dtype(rows[over]):
+        rows[over] = rows[over].astype(int)
     twice = rows[rows.duplicated([over, "impl"])]
     if not twice.empty:
         impl, at = twice.iloc[0][["impl", over]]
-        raise ValueError(f"several records of {impl} at {over}={at:g}: select one case, cache and run first")
+        raise ValueError(f"several records of {impl} at {over}={at}: select one case, cache and run first")
     table = rows.pivot(index=over, columns="impl", values=value)
-    table.index = table.index.astype(int)
     return table[in_order(set(table))].sort_index()
+
+
+def ratio(times: pd.DataFrame, impl: str, baseline: str) -> pd.Series:
+    """One column of a table of times over another; empty where either was not measured."""
+    if not {impl, baseline} <= set(times):
+        return pd.Series(dtype=float, index=times.index[:0])
+    return times[impl] / times[baseline]
 
 
 def ratios(frame: pd.DataFrame, baseline: str, over: str = "B") -> pd.DataFrame:
