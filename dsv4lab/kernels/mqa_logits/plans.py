@@ -1,0 +1,54 @@
+"""How many warps, how deep a pipeline, how many programs an SM: chosen per architecture, never by the data."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Config:
+    """One compiled variant. carry: page ids ride in a register, one page ahead; otherwise through the pipeline too."""
+
+    num_warps: int
+    num_stages: int
+    programs_per_sm: int
+    carry: bool = True
+
+    @property
+    def name(self) -> str:
+        return f"w{self.num_warps}_s{self.num_stages}_x{self.programs_per_sm}{'' if self.carry else '_piped'}"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The config of an architecture; `evidence` is the file that says why."""
+
+    config: Config
+    evidence: str
+
+
+COMPILED = "records/static/mqa_logits.json"
+"""No such GPU has been measured: what the compiler makes without a spill, as many programs as an SM's shared memory
+holds."""
+
+TABLE = {
+    "sm_80": Choice(Config(4, 4, 3), COMPILED),
+    "sm_89": Choice(Config(4, 4, 2), COMPILED),
+    "sm_90": Choice(Config(4, 4, 3), COMPILED),
+    "sm_120": Choice(Config(4, 4, 2), COMPILED),
+}
+RELATIVE = {"sm_86": "sm_80", "sm_87": "sm_80", "sm_121": "sm_120"}
+FP8_PRODUCTS = ("sm_89", "sm_90", "sm_120", "sm_121")
+"""Architectures whose tensor cores multiply e4m3; the others multiply fp16, decoded in software."""
+
+SWEEP = tuple(
+    Config(4, stages, programs, carry)
+    for carry, depths in ((True, (3, 4, 5)), (False, (5, 7)))
+    for stages in depths
+    for programs in (2, 3, 4)
+)
+
+
+def choose(arch: str) -> Choice:
+    """The table's entry for an architecture like "sm_120"; an unlisted one takes its nearest relative's."""
+    if RELATIVE.get(arch, arch) not in TABLE:
+        raise ValueError(f"no configuration for arch {arch!r}; the table has {', '.join(TABLE)}")
+    return TABLE[RELATIVE.get(arch, arch)]

@@ -1,0 +1,124 @@
+"""The Triton kernel of paged MQA logits: a fixed number of programs shares out the pages that the rows really have.
+
+Every program reads all lengths, lays the rows' pages end to end, and takes its contiguous share: balanced whatever the
+lengths are, with a grid that knows none of them. Per page it costs one [64, 128] x [128, 64] product in FP8: keys and
+scales stream through shared memory, `num_stages` pages ahead, and the page ids are read one page further ahead.
+"""
+
+import triton
+import triton.language as tl
+
+from dsv4lab.kernels.rows import query_length, score_key, store_maxima
+
+MANY = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def _operand(x, COMPUTE: tl.constexpr):
+    """What a tensor core multiplies: FP8 as loaded, or, without FP8 hardware, e4m3 bits as fp16 values * 2**-8."""
+    if COMPUTE == tl.float8e4nv:
+        return x
+    else:
+        bits = x.to(tl.int16)
+        return (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def _store_query(x, p, n, out, maxima, units, PAGE: tl.constexpr, MAXIMA: tl.constexpr):
+    """One query's logits [PAGE] of its page p, of n keys in all."""
+    t = p * PAGE + tl.arange(0, PAGE)
+    tl.store(out + t, x, mask=t < n)
+    if MAXIMA:
+        store_maxima(maxima, tl.where(t < n, score_key(x), 0), p * PAGE, n, units, PAGE)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "q_stride_b", "q_stride_n", "q_stride_h", "page_stride", "num_pages", "weights_stride", "length_stride_b",
+        "length_stride_n", "length_step", "table_stride", "out_stride", "maxima_stride", "units", "B", "next_n",
+        "limit", "chunk",
+    ],
+    do_not_specialize_on_alignment=["weights", "lengths", "table", "out", "maxima"],
+)  # fmt: skip
+def logits_kernel(
+    q, q_stride_b, q_stride_n, q_stride_h, cache, page_stride, num_pages, weights, weights_stride,
+    lengths, length_stride_b, length_stride_n, length_step, table, table_stride,
+    out, out_stride, maxima, maxima_stride, units, B, next_n, limit, chunk,
+    H: tl.constexpr, PAGE: tl.constexpr, NQ: tl.constexpr, ROWS: tl.constexpr, MAXIMA: tl.constexpr,
+    CARRY: tl.constexpr, STAGES: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """Grid (programs, chunks). A row is NQ queries of one request, which share its keys; a chunk is up to ROWS rows.
+
+    Strides of q and cache count 16 bytes, those of the rest elements.
+    """
+    groups = tl.cdiv(next_n, NQ)
+    rows = B * groups
+    first_row = tl.program_id(1) * chunk
+    r = first_row + tl.arange(0, ROWS)
+    mine = (tl.arange(0, ROWS) < chunk) & (r < rows)
+    last_query = tl.minimum((r % groups) * NQ + NQ, next_n) - 1
+    n = query_length(
+        lengths, length_stride_b, length_stride_n, length_step, r // groups, last_query, next_n, limit, mine
+    )
+    if NQ > 1:  # lengths of their own need not grow with the query
+        first_query = (r % groups) * NQ
+        n = tl.maximum(n, query_length(
+            lengths, length_stride_b, length_stride_n, length_step, r // groups, first_query, next_n, limit, mine
+        ))  # fmt: skip
+    ends = tl.cumsum(tl.cdiv(n, PAGE), 0)
+    total = tl.max(ends, 0)
+    share = tl.cdiv(total, tl.num_programs(0))
+    lo = tl.program_id(0) * share
+    hi = tl.minimum(lo + share, total)
+
+    values, queries = cache, q
+    if COMPUTE == tl.float8e4nv:
+        values = cache.to(tl.pointer_type(tl.float8e4nv))
+        queries = q.to(tl.pointer_type(tl.float8e4nv))
+    scales = cache.to(tl.pointer_type(tl.float32))
+    d = tl.arange(0, 128)
+    t = tl.arange(0, PAGE)
+    c = tl.arange(0, NQ * H)
+    while lo < hi:
+        before = ends <= lo
+        row = first_row + tl.sum(before.to(tl.int32), 0)
+        row_start = tl.max(tl.where(before, ends, 0), 0)
+        segment_end = tl.minimum(tl.min(tl.where(before, MANY, ends), 0), hi)
+        b = (row // groups).to(tl.int64)
+        j0 = (row % groups) * NQ
+        j = j0 + c // H
+        q_row = b * (q_stride_b * 16) + (j * (q_stride_n * 16) + (c % H) * (q_stride_h * 16))[:, None] + d[None, :]
+        queries_t = tl.trans(_operand(tl.load(queries + q_row, mask=(j < next_n)[:, None], other=0.0), COMPUTE))
+        w = tl.load(weights + (b * next_n + j) * weights_stride + c % H, mask=j < next_n, other=0.0)
+        n0 = query_length(lengths, length_stride_b, length_stride_n, length_step, b, j0, next_n, limit, True)
+        out_row = out + (b * next_n + j0) * out_stride
+        maxima_row = maxima + (b * next_n + j0) * maxima_stride
+        if NQ > 1:
+            n1 = query_length(
+                lengths, length_stride_b, length_stride_n, length_step, b, j0 + 1, next_n, limit, j0 + 1 < next_n
+            )
+        pages = table + b * table_stride
+        start = lo - row_start
+        stop = segment_end - row_start
+        page = tl.load(pages + start)
+        for p in tl.range(start, stop, num_stages=STAGES):
+            if not CARRY:
+                page = tl.load(pages + p)
+            known = page.to(tl.uint32, bitcast=True) < num_pages
+            base = tl.where(known, page, 0).to(tl.int64) * page_stride
+            k = tl.load(values + base * 16 + (t * 128)[:, None] + d[None, :])
+            scale = tl.load(scales + base * 4 + PAGE * 32 + t)
+            if CARRY:
+                page = tl.load(pages + p + 1, mask=p + 1 < stop, other=0)
+            x = tl.maximum(tl.dot(_operand(k, COMPUTE), queries_t), 0.0) * w[None, :]
+            if COMPUTE != tl.float8e4nv:
+                scale *= 65536.0
+            if NQ == 1:
+                x = tl.where(known, tl.sum(x, 1) * scale, float("-inf"))
+                _store_query(x, p, n0, out_row, maxima_row, units, PAGE, MAXIMA)
+            else:
+                x = tl.sum(tl.reshape(x, (PAGE, NQ, H)), 2) * scale[:, None]
+                x0, x1 = tl.split(tl.where(known, x, float("-inf")))
+                _store_query(x0, p, n0, out_row, maxima_row, units, PAGE, MAXIMA)
+                _store_query(x1, p, n1, out_row + out_stride, maxima_row + maxima_stride, units, PAGE, MAXIMA)
+        lo = segment_end

@@ -1,0 +1,52 @@
+"""How many warps select a row and how many take its maxima: chosen per architecture, never by the data."""
+
+from dataclasses import dataclass
+
+MAX_K = 2048
+
+
+@dataclass(frozen=True)
+class Config:
+    """Warps that `select_kernel` has for 4096 keys; warps, scores a step and programs an SM of `maxima_kernel`."""
+
+    num_warps: int
+    maxima_warps: int
+    block: int
+    programs_per_sm: int
+
+    @property
+    def name(self) -> str:
+        return f"w{self.num_warps}_m{self.maxima_warps}_n{self.block}_x{self.programs_per_sm}"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The config of an architecture; `evidence` is the file that says why."""
+
+    config: Config
+    evidence: str
+
+
+COMPILED = "records/static/topk.json"
+"""No such GPU has been measured: as on sm_90, where it compiles without a spill."""
+
+_CONFIG = Config(8, 4, 2048, 4)
+TABLE = {arch: Choice(_CONFIG, COMPILED) for arch in ("sm_80", "sm_89", "sm_90", "sm_120")}
+RELATIVE = {"sm_86": "sm_80", "sm_87": "sm_80", "sm_121": "sm_120"}
+
+SWEEP = (
+    *(Config(warps, 4, 2048, 4) for warps in (4, 8, 16)),
+    *(Config(8, warps, block, programs) for warps, block, programs in ((4, 1024, 8), (8, 4096, 2), (8, 2048, 4))),
+)
+
+
+def choose(arch: str) -> Choice:
+    """The table's entry for an architecture like "sm_120"; an unlisted one takes its nearest relative's."""
+    if RELATIVE.get(arch, arch) not in TABLE:
+        raise ValueError(f"no configuration for arch {arch!r}; the table has {', '.join(TABLE)}")
+    return TABLE[RELATIVE.get(arch, arch)]
+
+
+def list_length(k: int) -> int:
+    """Groups kept on a level: room for k, and for twice as many where k is 512, so that the search stops early."""
+    return 1024 if k <= 1024 else 2048
