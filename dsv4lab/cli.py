@@ -1,4 +1,4 @@
-"""The command line: `dsv4lab run | measure | doctor`, each a thin skin over a function of the package.
+"""The command line: `dsv4lab run | measure | serve | bench | doctor`, each a thin skin over a function of the package.
 
 What the user got wrong is one line on stderr and exit status 2; what went wrong in the lab is exit status 1.
 """
@@ -16,10 +16,11 @@ from dsv4lab.notebooks.results import UsageError
 
 INTERRUPTED = 130
 
-DESCRIPTION = "The DeepSeek-V4-Flash decode lab: run its chapters, measure its kernels, look at this machine."
+DESCRIPTION = "The DeepSeek-V4-Flash decode lab: run its chapters, measure its kernels, serve with them."
 
 Folder = Annotated[Path, arg(metavar="DIR")]
 OptionalFolder = Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="")]
+OptionalNumber = Annotated[int | None, arg(metavar="N", help_behavior_hint="")]
 Names = Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="NAME")]
 
 app = tyro.extras.SubcommandApp()
@@ -105,6 +106,128 @@ def measure(
 
 
 @app.command
+def serve(
+    model: Annotated[Positional[str], arg(metavar="[MODEL]", help_behavior_hint="")] = "",
+    /,
+    *,
+    preset: Annotated[str, arg(metavar="NAME")] = "single",
+    hooks: Annotated[str | None, arg(metavar="HOOK=IMPL,...", help_behavior_hint="")] = None,
+    tp: OptionalNumber = None,
+    context_length: OptionalNumber = None,
+    layers: OptionalNumber = None,
+    host: str = "127.0.0.1",
+    port: int = 30000,
+    nnodes: int = 1,
+    node_rank: int = 0,
+    dist_init_addr: Annotated[str | None, arg(metavar="HOST:PORT", help_behavior_hint="")] = None,
+    out: OptionalFolder = None,
+    timeout: float = 1800,
+    sglang: Names = (),
+) -> int:
+    """Serve a model with SGLang and our kernels, proven to be live; ends with everything it started.
+
+    Example: dsv4lab serve deepseek-ai/DeepSeek-V4-Flash --preset rtx6000-8x -- --mem-fraction-static 0.85
+
+    Args:
+        model: A folder, or a name on the Hugging Face hub. A preset with a synthetic model needs none.
+        preset: For a machine (rtx6000-8x, rtx6000-2x, single, h200), synthetic, or a stage of the campaign.
+        hooks: What runs in SGLang's place, over the preset: attention=split_k,indexer=triton,topk=triton.
+        tp: GPUs that share the model.
+        context_length: Longest request in tokens.
+        layers: Layers of a synthetic model.
+        host: Address to answer on.
+        port: Port to answer on.
+        nnodes: Machines that share the model.
+        node_rank: Which of them this is.
+        dist_init_addr: Where they meet.
+        out: Folder for log, receipts and a synthetic model. A new temporary one if not given.
+        timeout: Seconds until the server must be ready.
+        sglang: A flag for SGLang itself; what comes after -- is taken as such.
+    """
+    from dsv4lab.serving import launch, settings
+
+    try:
+        setting = None if hooks is None else settings.parse(hooks)
+        config = launch.Config(
+            model=model, preset=preset, setting=setting, tp=tp, context_length=context_length, layers=layers, host=host,
+            port=port, nnodes=nnodes, node_rank=node_rank, dist_init_addr=dist_init_addr, flags=sglang, run=out,
+            timeout_s=timeout,
+        )  # fmt: skip
+        with launch.Server(config, say=lambda text: print(text, flush=True)) as server:
+            live = ", ".join(f"{hook}={impl}" for hook, impl in config.hooks.active.items()) or "none"
+            print(f"ready: {server.url}, hooks live on {server.ranks} ranks: {live}, log: {server.log}", flush=True)
+            server.wait()
+            return 0
+    except launch.ServeError as error:
+        print(f"dsv4lab: {error}", file=sys.stderr)
+        return 1
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+@app.command
+def bench(
+    url: Annotated[Positional[str], arg(metavar="URL")] = "http://127.0.0.1:30000",
+    /,
+    *,
+    concurrency: Annotated[str, arg(metavar="C,C,...")] = "1,16,32,64",
+    input: int = 256,
+    output: int = 256,
+    waves: int = 3,
+    no_stream: bool = False,
+    seed: int = 0,
+    expect: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="NAME=VALUE")] = (),
+    stage: Annotated[str, arg(help_behavior_hint="")] = "",
+    out: OptionalFolder = None,
+) -> int:
+    """Measure a server under load and record it; failures come first, and make the exit status 1 above 1%.
+
+    Example: dsv4lab bench http://127.0.0.1:30000 --concurrency 1,64 --expect context_length=1048576
+
+    Args:
+        url: Of an SGLang server.
+        concurrency: Requests at once, one run each.
+        input: Tokens of a prompt.
+        output: Tokens of an answer.
+        waves: How often; the median counts.
+        no_stream: Take answers whole: less work for server and client, and no times to first token.
+        seed: Of the prompts.
+        expect: What the server must say of itself, or hooks=HOOK=IMPL,... live; else nothing is timed.
+        stage: What the records call it. The preset it was started with, if here.
+        out: Folder for the record file. records/ of the checkout if not given.
+    """
+    from dsv4lab.serving import bench as module
+    from dsv4lab.serving import http
+
+    try:
+        counts = _numbers("--concurrency", concurrency)
+        expected = dict(_pair(text) for text in expect)
+        shape = module.Shape(input, output, not no_stream)
+        plan = module.Plan(counts, shape, waves, seed, expected)
+        path, valid = module.run(url.rstrip("/"), plan, stage=stage, directory=out)
+    except http.NoAnswer as error:
+        print(f"dsv4lab: {url}: {error}", file=sys.stderr)
+        return 1
+    except (ValueError, OSError) as error:
+        raise UsageError(str(error)) from error
+    print(f"recorded: {path}")
+    return 0 if valid else 1
+
+
+def _numbers(option: str, text: str) -> tuple[int, ...]:
+    if not all(part.strip().isdigit() for part in text.split(",")):
+        raise UsageError(f"{option} must read like 1,16,64, got {text!r}")
+    return tuple(map(int, text.split(",")))
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise UsageError(f"--expect {text} must read NAME=VALUE")
+    return name, value
+
+
+@app.command
 def doctor() -> int:
     """Say what is installed, what the lab can do here, and how to mend what it cannot.
 
@@ -117,10 +240,18 @@ def doctor() -> int:
     return 1 if any(finding.broken for finding in findings) else 0
 
 
+def _split(args: list[str]) -> tuple[list[str], list[str]]:
+    """The arguments before a lone --, and those after it."""
+    end = args.index("--") if "--" in args else len(args)
+    return args[:end], args[end + 1 :]
+
+
 def main(args: Sequence[str] | None = None) -> None:
     """Runs the command line and exits with its status."""
+    ours, theirs = _split(list(sys.argv[1:] if args is None else args))
+    ours += [f"--sglang={flag}" for flag in theirs]
     try:
-        status = app.cli(prog="dsv4lab", description=DESCRIPTION, args=args, config=(tyro.conf.FlagCreatePairsOff,))
+        status = app.cli(prog="dsv4lab", description=DESCRIPTION, args=ours, config=(tyro.conf.FlagCreatePairsOff,))
     except UsageError as error:
         print(f"dsv4lab: {error}", file=sys.stderr)
         status = 2

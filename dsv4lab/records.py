@@ -89,8 +89,9 @@ class Clocks(_Line):
 class Record(_Line):
     """One implementation measured on one case: raw samples, and all that is needed to judge and to repeat them.
 
-    A kernel's record has `work` and a passed `check` (error, baseline_error and tolerance at least); a serving record
-    has `server` (model, arguments, hooks proven live, load) and a check of its own.
+    A kernel's record has `work` and a passed `check` (error, baseline_error and tolerance at least). A serving record
+    has `server` (what it says of itself, hooks proven live, load), the `result` in numbers, and in `check` how many
+    requests failed: with too many, `passed` is false, which is recorded and not hidden.
     """
 
     schema_version: Literal[1] = Field(default=1, alias="schema")
@@ -110,14 +111,18 @@ class Record(_Line):
     env: Environment
     clocks: Clocks
     server: dict[str, JsonValue] | None = None
+    result: dict[str, float | None] | None = None
     file: str | None = Field(default=None, exclude=True)
     """The record file it was read from; never stored."""
 
     @model_validator(mode="after")
     def _is_checked(self) -> Self:
-        if self.check.get("passed") is False:
-            raise ValueError("check.passed must not be false: what is wrong is not measured")
-        if self.server is None:
+        if self.server is not None:
+            if self.result is None or not isinstance(self.check.get("passed"), bool):
+                raise ValueError("result and check.passed must be given for a server")
+        else:
+            if self.check.get("passed") is False:
+                raise ValueError("check.passed must not be false: what is wrong is not measured")
             if self.work is None:
                 raise ValueError("work must be given for a kernel")
             for key in _CHECK:
@@ -241,7 +246,7 @@ def _parse(model: type[_M], text: str, where: str) -> _M:
 
 def to_frame(records: Sequence[Record]) -> pd.DataFrame:
     """One row a record: experiment, case, impl, every entry of `config` under its own name, median_us, p10_us, p90_us,
-    samples, error, baseline_error, tolerance, flops, bytes, gpu, date_utc, file.
+    samples, error, baseline_error, tolerance, flops, bytes, passed, gpu, date_utc, file, and every entry of `result`.
 
     ValueError if there are no records, or if a config entry has the name of another column.
     """
@@ -252,7 +257,8 @@ def to_frame(records: Sequence[Record]) -> pd.DataFrame:
 
 def _row(record: Record) -> dict[str, Any]:
     row = {"experiment": record.experiment, "case": record.case, "impl": record.impl}
-    results = {
+    results = (record.result or {}) | {
+        "passed": record.check.get("passed", True),
         "median_us": record.median_us,
         "p10_us": record.p10_us,
         "p90_us": record.p90_us,

@@ -148,7 +148,9 @@ def test_a_broken_line_is_named_by_file_line_and_field(tmp_path, clock, break_li
         ({"check": {"error": 1e-3, "baseline_error": 1e-3, "tolerance": float("inf")}}, "check.tolerance"),
         ({"check": {"error": 5e-3, "baseline_error": 2e-3, "tolerance": 4e-3}}, "exceeds the tolerance"),
         ({"check": {"error": 0, "baseline_error": 0, "tolerance": 0, "passed": False}}, "must not be false"),
-        ({"check": {"passed": False}, "server": {"model": "m"}}, "must not be false"),
+        ({"check": {"passed": False}}, "must not be false"),
+        ({"check": {"ok": 1}, "server": {"info": {}}, "result": {}}, "result and check.passed must be given"),
+        ({"check": {"passed": True}, "server": {"info": {}}}, "result and check.passed must be given"),
         ({"work": None}, "work must be given"),
         ({"work": {"flops": -1, "bytes": 0}}, "flops must be finite"),
         ({"samples_us": []}, "samples_us"),
@@ -165,7 +167,8 @@ def test_a_record_refuses(changes, message):
 
 
 def test_a_serving_record_has_a_check_of_its_own():
-    served = record(server={"model": "m"}, check={"completed": 64, "failed": 0}, work=None)
+    result = {"output_tok_s": 0.0, "ttft_ms": None}
+    served = record(server={"info": {}}, check={"ok": 0, "failed": 64, "passed": False}, work=None, result=result)
     assert Record.model_validate_json(served.model_dump_json(by_alias=True)) == served
 
 

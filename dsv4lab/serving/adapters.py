@@ -1,0 +1,134 @@
+"""Our kernels behind the signatures that SGLang calls, one maker for each hook: implementation name in, function out.
+
+Everything that couples serving to a kernel module stands here.
+"""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4lab.hardware import arch_key
+from dsv4lab.kernels import mqa_logits, sparse_mla, topk
+from dsv4lab.kernels.sparse_mla.plans import buckets
+from dsv4lab.model import DSV4_FLASH
+
+LARGEST_K = 1024
+"""The largest top-k an indexer of this family has: the workspace of its maxima is made for it."""
+
+_call = threading.local()
+_workspaces: dict[torch.device, Tensor] = {}
+
+
+def note_layer(original: Callable, backend: Any, q: Tensor, k: Tensor, v: Tensor, layer: Any, *args, **kwargs) -> Any:
+    """Around the attention backend's `forward`: remembers how many query heads are this rank's own."""
+    _call.heads = layer.tp_q_head_num
+    return original(backend, q, k, v, layer, *args, **kwargs)
+
+
+def own_heads(heads: int, rank: Callable[[], int] | None = None) -> slice:
+    """The rank's own of the `heads` a call carries; with `rank` at their place among all, else first.
+
+    All of them where no layer said how many there are: foreign heads cost time, and never a right result.
+    """
+    own = min(getattr(_call, "heads", heads), heads)
+    first = rank() * own if rank and own < heads else 0
+    return slice(first, first + own)
+
+
+def workspace_numel(arch: str, sms: int) -> int:
+    """fp32 elements that hold the partial results of any call: a plan splits no further than fills the GPU once."""
+    fullest = max(bucket.config.blocks_per_sm * bucket.config.block_h for bucket in buckets(arch))
+    return fullest * sms * (DSV4_FLASH.head_dim + 1)
+
+
+def _workspace(device: torch.device) -> Tensor | None:
+    """One for all calls of a process: they follow each other on one stream. None while a graph is captured without."""
+    if device not in _workspaces and device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+        properties = torch.cuda.get_device_properties(device)
+        numel = workspace_numel(arch_key((properties.major, properties.minor)), properties.multi_processor_count)
+        with torch.inference_mode(False):
+            _workspaces[device] = torch.empty(numel, device=device)
+    return _workspaces.get(device)
+
+
+def attention(impl: str, rank: Callable[[], int] | None = None) -> Callable:
+    """`flash_mla_with_kvcache_sm120`: decode, verification and prefill alike, on the rank's own heads alone."""
+
+    def flash_mla_with_kvcache_sm120(
+        *,
+        q: Tensor,
+        k_cache: Tensor,
+        indices: Tensor,
+        topk_length: Tensor,
+        attn_sink: Tensor,
+        head_dim_v: int,
+        softmax_scale: float | None = None,
+        extra_k_cache: Tensor | None = None,
+        extra_indices_in_kvcache: Tensor | None = None,
+        extra_topk_length: Tensor | None = None,
+    ) -> tuple[Tensor, None]:
+        if head_dim_v != q.shape[-1]:
+            raise ValueError(f"head_dim_v must be that of q, {q.shape[-1]}, got {head_dim_v}")
+        own = own_heads(q.shape[2], rank)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        sparse_mla.sparse_mla_decode(
+            q[:, :, own], k_cache, indices, topk_length, attn_sink=attn_sink[own].detach(), softmax_scale=softmax_scale,
+            extra_k_cache=extra_k_cache, extra_indices_in_kvcache=extra_indices_in_kvcache,
+            extra_topk_length=extra_topk_length, out=out[:, :, own], workspace=_workspace(q.device), impl=impl,
+        )  # fmt: skip
+        return out, None
+
+    return flash_mla_with_kvcache_sm120
+
+
+def indexer(impl: str, maxima: bool) -> Callable:
+    """`fp8_paged_mqa_logits_torch_sm120` and its relatives.
+
+    maxima: our top-k comes next, and finds on the tensor of logits the workspace that holds their maxima.
+    """
+
+    def fp8_paged_mqa_logits(
+        q: Tensor,
+        kv_cache: Tensor,
+        weights: Tensor,
+        context_lens: Tensor,
+        block_table: Tensor,
+        schedule_meta: object,
+        max_context_len: int,
+        clean_logits: bool = False,
+    ) -> Tensor:
+        if impl == "torch_fallback":
+            return mqa_logits.torch_logits(q, kv_cache, weights, context_lens, block_table, max_context_len)
+        workspace = None
+        if maxima:
+            shape = topk.workspace_shape(q.shape[0] * q.shape[1], max_context_len, LARGEST_K)
+            workspace = torch.empty(shape, dtype=torch.int32, device=q.device)
+        logits = mqa_logits.fp8_paged_mqa_logits(
+            q, kv_cache, weights, context_lens, block_table, schedule_meta, max_context_len, clean_logits,
+            maxima=workspace,
+        )  # fmt: skip
+        logits.maxima_workspace = workspace
+        return logits
+
+    return fp8_paged_mqa_logits
+
+
+def topk_transform(
+    scores: Tensor,
+    seq_lens: Tensor,
+    page_tables: Tensor,
+    out_page_indices: Tensor,
+    page_size: int,
+    out_raw_indices: Tensor | None = None,
+) -> None:
+    """`topk_transform_512`, on the maxima that `indexer` left with the scores, where it did."""
+    workspace = getattr(scores, "maxima_workspace", None)
+    if workspace is not None and out_page_indices.shape[1] > LARGEST_K:
+        workspace = None
+    topk.topk_transform(
+        scores, seq_lens, page_tables, out_page_indices, page_size, out_raw_indices,
+        workspace=workspace, maxima_ready=workspace is not None,
+    )  # fmt: skip

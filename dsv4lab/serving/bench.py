@@ -1,0 +1,267 @@
+"""Measures a server under load, after it has shown to be the server that was meant, and records it, failures in front.
+
+For each concurrency C: one unmeasured wave of the same shape, then waves of C requests. A wave's throughput is the
+tokens of its good requests over the time from the first request to the last answer; the steady one, over the time in
+which all of them decoded. More than 1% of failures make a run invalid; one without any success is still a result.
+"""
+
+import asyncio
+import json
+import re
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from dsv4lab import records
+from dsv4lab.records import Clocks, Environment, Git, Record
+from dsv4lab.serving import http, launch, load, receipts, server_log, settings
+from dsv4lab.serving.load import Outcome, Shape
+
+EXPERIMENT = "serving"
+ALLOWED_FAILURES = 0.01
+_KEPT = (
+    "version", "model_path", "load_format", "json_model_override_args", "quantization", "kv_cache_dtype", "tp_size",
+    "pp_size", "dp_size", "nnodes", "context_length", "page_size", "max_total_num_tokens", "max_running_requests",
+    "mem_fraction_static", "chunked_prefill_size", "cuda_graph_bs", "cuda_graph_max_bs", "cuda_graph_config",
+    "disable_cuda_graph", "disable_radix_cache", "enable_torch_compile", "attention_backend", "moe_runner_backend",
+    "fp8_gemm_runner_backend", "speculative_algorithm", "speculative_num_steps", "speculative_num_draft_tokens",
+)  # fmt: skip
+_FOLDERS = re.compile(r"(?<![\w.])[/~][^\s=,\"']*/")
+
+
+class WrongServer(ValueError):
+    """The server that answers is not the one that was meant."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure. expect: by name, what the server's account of itself must show as text; "hooks" as a setting."""
+
+    concurrency: tuple[int, ...] = (1, 16, 32, 64)
+    shape: Shape = field(default_factory=Shape)
+    waves: int = 3
+    seed: int = 0
+    expect: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self):
+        counts = {"waves": self.waves, "input": self.shape.input, "output": self.shape.output}
+        counts |= {"concurrency": min(self.concurrency, default=0)}
+        for name, value in counts.items():
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Which server this is: its own account and, if our launcher started it on this machine, what it started it as."""
+
+    info: dict[str, Any]
+    stage: str = ""
+    hooks: str = ""
+    log: Path | None = None
+
+
+def identify(url: str) -> Identity:
+    """Asks the server, and looks at what its launcher left here. NoAnswer if there is no server."""
+    info = http.server_info(url)
+    parts = urlsplit(url)
+    if parts.hostname not in ("127.0.0.1", "localhost", "::1"):
+        return Identity(info)
+    try:
+        run = Path(json.loads(launch.state_file(parts.port or 80).read_text(encoding="utf-8"))["log"]).parent
+        started = json.loads((run / launch.STARTED).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return Identity(info)
+    live = {r.hook: r.impl for r in receipts.read(run / "receipts") if r.kind == "live"}
+    return Identity(info, started["preset"], str(settings.Setting(**live)), run / "server.log")
+
+
+def check_identity(identity: Identity, expect: dict[str, str]) -> None:
+    """WrongServer naming what is not as meant."""
+    for name, wanted in expect.items():
+        found = identity.hooks if name == "hooks" else _text(identity.info.get(name))
+        if name == "hooks":
+            wanted = str(settings.Setting(**settings.parse(wanted).active))
+        if found != wanted:
+            raise WrongServer(f"{name} was to be {wanted or 'none'}, and the server has {found or 'none'}")
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+@dataclass
+class Measured:
+    """The waves at one concurrency, and how many compilations the server's log shows among them; None without a log."""
+
+    concurrency: int
+    waves: list[list[Outcome]]
+    compiles: int | None = None
+
+    @property
+    def outcomes(self) -> list[Outcome]:
+        return [outcome for wave in self.waves for outcome in wave]
+
+    @property
+    def ok(self) -> int:
+        return sum(not outcome.error for outcome in self.outcomes)
+
+    @property
+    def valid(self) -> bool:
+        return len(self.outcomes) - self.ok <= ALLOWED_FAILURES * len(self.outcomes)
+
+    def result(self) -> dict[str, Any]:
+        """The numbers: throughputs in tokens/s, times in ms; None where nothing came."""
+        good = [outcome for outcome in self.outcomes if outcome.tokens]
+        steps, tokens = sum(o.steps for o in good), sum(o.tokens for o in good)
+        return {
+            "output_tok_s": statistics.median(map(throughput, self.waves)),
+            "steady_tok_s": _median([rate for wave in self.waves if (rate := steady(wave)) is not None]),
+            "ttft_ms": _median([1e3 * o.ttft for o in good if o.ttft is not None]),
+            "tpot_ms": _median([1e3 * o.tpot for o in good if o.tpot is not None]),
+            "chunk_gap_ms": _median([1e3 * gap for o in good for gap in o.chunk_gaps]),
+            "accept_length": tokens / steps if steps else None,
+            "steps_s": steps / sum(map(duration, self.waves)) if steps else None,
+            "compiles": self.compiles,
+        }
+
+    def headline(self) -> str:
+        """One line; how many requests succeeded comes first."""
+        found = self.result()
+        verdict = "" if self.valid else "INVALID: "
+        text = f"C={self.concurrency}: {verdict}{self.ok}/{len(self.outcomes)} ok, {found['output_tok_s']:.1f} tok/s"
+        for name, unit in (
+            ("steady_tok_s", "tok/s"),
+            ("ttft_ms", "ms"),
+            ("tpot_ms", "ms"),
+            ("accept_length", "tokens"),
+        ):
+            if found[name] is not None:
+                text += f", {name.partition('_')[0]} {found[name]:.2f} {unit}"
+        if found["compiles"]:
+            text += f", {found['compiles']} compilations meanwhile"
+        errors = sorted({outcome.error for outcome in self.outcomes if outcome.error})
+        return text + (f" (first error: {errors[0]})" if errors else "")
+
+
+def duration(wave: Sequence[Outcome]) -> float:
+    """Seconds from the first request to the last answer."""
+    return max(o.end for o in wave) - min(o.start for o in wave)
+
+
+def throughput(wave: Sequence[Outcome]) -> float:
+    """Tokens/s of a wave: only what good requests brought counts, and all the time does."""
+    return sum(o.tokens for o in wave) / duration(wave)
+
+
+def steady(wave: Sequence[Outcome]) -> float | None:
+    """Tokens/s while all good requests of a wave decoded; None if there was no such time."""
+    if (window := load.steady_window(wave)) is None:
+        return None
+    start, end = window
+    came = sum(o.tokens_until(end) - o.tokens_until(start) for o in wave if o.tokens)
+    return came / (end - start)
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None
+
+
+def measure(url: str, plan: Plan, log: Path | None = None, say: Callable[[str], None] = print) -> list[Measured]:
+    """Warms up and measures at every concurrency of the plan, in its order."""
+    found = []
+    for concurrency in plan.concurrency:
+        seeds = iter(range(plan.seed + 1000 * concurrency, plan.seed + 1000 * concurrency + plan.waves + 1))
+        asyncio.run(load.wave(url, plan.shape, concurrency, next(seeds)))
+        before = log.stat().st_size if log else 0
+        waves = [asyncio.run(load.wave(url, plan.shape, concurrency, seed)) for seed in seeds]
+        compiles = server_log.compilations(log.read_bytes()[before:].decode(errors="replace")) if log else None
+        found.append(Measured(concurrency, waves, compiles))
+        say(found[-1].headline())
+    return found
+
+
+def run(
+    url: str, plan: Plan, *, stage: str = "", directory: Path | None = None, say: Callable[[str], None] = print
+) -> tuple[Path, bool]:
+    """Identifies, measures and records the server at `url`: the record file, and whether every run in it is valid.
+
+    stage: what the records call the implementation; the preset it was started with if "". WrongServer or NoAnswer
+    before anything is timed.
+    """
+    identity = identify(url)
+    check_identity(identity, plan.expect)
+    before = _clocks()
+    found = measure(url, plan, identity.log, say)
+    clocks = Clocks(before=before, after=_clocks())
+    lines = [record(each, plan, identity, stage or identity.stage or "unnamed", clocks) for each in found]
+    return records.write(lines, EXPERIMENT, directory), all(each.valid for each in found)
+
+
+def record(measured: Measured, plan: Plan, identity: Identity, stage: str, clocks: Clocks) -> Record:
+    """One concurrency as a record: samples are the durations of the waves."""
+    env, git, argv = _provenance()
+    info = {name: identity.info[name] for name in _KEPT if name in identity.info}
+    info["memory_gb"] = [state.get("memory_usage") for state in identity.info["internal_states"]]  # of each replica
+    failed = len(measured.outcomes) - measured.ok
+    return Record(
+        experiment=EXPERIMENT,
+        case=f"c{measured.concurrency}_in{plan.shape.input}_out{plan.shape.output}",
+        impl=stage,
+        config={
+            "stage": stage,
+            "C": measured.concurrency,
+            "context_length": info.get("context_length"),
+            "layers": _layers(info),
+        },
+        method={"name": "waves of C requests", "waves": plan.waves, "stream": plan.shape.stream, "warm_up_waves": 1},
+        samples_us=[1e6 * duration(wave) for wave in measured.waves],
+        check={
+            "ok": measured.ok,
+            "failed": failed,
+            "passed": measured.valid,
+            "errors": _local(sorted({o.error for o in measured.outcomes if o.error})[:5]),
+        },
+        work=None,
+        seed=plan.seed,
+        argv=argv,
+        date_utc=datetime.now(UTC),
+        git=git,
+        kernel_sha256=None,
+        env=env,
+        clocks=clocks,
+        server=_local({"info": info, "hooks": identity.hooks or None, "load": asdict(plan.shape)}),
+        result=measured.result(),
+    )
+
+
+def _layers(info: dict[str, Any]) -> int | None:
+    try:
+        return json.loads(info.get("json_model_override_args") or "{}").get("num_hidden_layers")
+    except ValueError:
+        return None
+
+
+def _local(value: Any) -> Any:
+    """`value` with every absolute path cut to its last part: records are published."""
+    if isinstance(value, dict):
+        return {name: _local(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_local(item) for item in value]
+    return _FOLDERS.sub("", value) if isinstance(value, str) else value
+
+
+def _provenance() -> tuple[Environment, Git, list[str]]:
+    from dsv4lab import provenance
+
+    return provenance.environment(), provenance.git_state(), provenance.command_line()
+
+
+def _clocks() -> dict[str, Any] | None:
+    from dsv4lab import timing
+
+    return timing.clocks()

@@ -1,0 +1,144 @@
+"""SGLang's plugin `dsv4lab` (entry-point group `sglang.srt.plugins`): puts our kernels where `DSV4LAB` says, or exits.
+
+SGLang calls `register` once in every process, before it reads its arguments, and swallows any exception. So the plugin
+ends the process instead: a server that was asked for our kernels never runs without them unnoticed. It imports what it
+hooks first, compares it with the release's contract, and finds it in SGLang's registry afterwards; each hook then
+leaves a receipt of its first call. With DSV4LAB unset it does nothing.
+"""
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from importlib.metadata import version
+from typing import Any
+
+from dsv4lab.serving import contracts, receipts, releases, settings
+from dsv4lab.serving.guard import one_line
+from dsv4lab.serving.releases import Hook, Release
+from dsv4lab.serving.settings import Setting
+
+_TRUE, _FALSE = ("true", "1", "yes", "y"), ("false", "0", "no", "n")
+
+
+def register() -> None:
+    """The entry point. SystemExit with one line if what DSV4LAB asks for cannot be had."""
+    try:
+        setting = settings.parse(os.environ.get(settings.VARIABLE, ""))
+        if setting.active:
+            install(setting, version("sglang"))
+    except (ValueError, LookupError, ImportError, AttributeError, OSError) as error:
+        sys.exit(f"dsv4lab: {one_line(str(error))}")
+
+
+def install(setting: Setting, installed: str) -> None:
+    """Registers and applies the hooks that `setting` asks for on SGLang `installed`.
+
+    ValueError or ImportError saying which hook cannot be had and why.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    release = releases.find(installed, setting.version)
+    if setting.sm120_path != settings.STOCK:  # before the others are imported: they ask while they are
+        HookRegistry.register(_full(release.sm120_path.targets[0]), lambda *_, **__: True, HookType.REPLACE)
+        HookRegistry.apply_hooks()
+    elif setting.attention != settings.STOCK and not _resolve(release.sm120_path.targets[0])():
+        raise ValueError(
+            f"attention={setting.attention} replaces SGLang's sm_120 attention, which this GPU does not take; "
+            "sm120_path=forced makes it"
+        )
+    snapshot = contracts.read(setting.version or installed)
+    hooked = [release.sm120_path.targets[0]] if setting.sm120_path != settings.STOCK else []
+    for name, hook in _asked(setting, release):
+        _select_path(name, getattr(setting, name), hook)
+        for target in hook.targets:
+            contracts.check(target, _resolve(target), snapshot)
+    for target, function, around in _replacements(setting, release, installed):
+        HookRegistry.register(_full(target), function, HookType.AROUND if around else HookType.REPLACE)
+        hooked.append(target)
+    HookRegistry.apply_hooks()
+    if lost := [target for target in hooked if _full(target) not in HookRegistry._patched]:
+        raise ValueError(f"SGLang did not apply the hook on {', '.join(lost)}: its log says why")
+    for name, impl in setting.active.items():
+        receipts.write(_receipt("installed", name, impl, installed))
+
+
+def _asked(setting: Setting, release: Release) -> Iterator[tuple[str, Hook]]:
+    yield from ((name, getattr(release, name)) for name in setting.active if name != "sm120_path")
+
+
+def _replacements(setting: Setting, release: Release, installed: str) -> Iterator[tuple[str, Callable, bool]]:
+    """(target, function, whether it goes around the original) of every hook, in the order to register them."""
+    from dsv4lab.serving import adapters
+
+    if setting.attention != settings.STOCK:
+        rank = _resolve(release.rank_function) if release.rank_function else None
+        yield release.layer_forward, adapters.note_layer, True
+        ours = adapters.attention(setting.attention, rank)
+        yield release.attention.targets[0], _proven("attention", setting.attention, installed, ours), False
+    if setting.sm120_path != settings.STOCK:  # that the sm_120 attention is called is the proof of the path
+        observed = _proven("sm120_path", setting.sm120_path, installed, lambda original, *a, **k: original(*a, **k))
+        yield release.attention.targets[0], observed, True
+    if setting.indexer != settings.STOCK:
+        ours = adapters.indexer(setting.indexer, maxima=setting.topk != settings.STOCK)
+        for target in release.indexer.targets:
+            yield target, _proven("indexer", setting.indexer, installed, ours), False
+    if setting.topk != settings.STOCK:
+        for target in release.topk.targets:
+            yield target, _proven("topk", setting.topk, installed, adapters.topk_transform), False
+
+
+def _select_path(name: str, impl: str, hook: Hook) -> None:
+    """Sets what makes SGLang take the path that is hooked; ValueError if the environment says the contrary."""
+    for variable, wanted in hook.environment.items():
+        given = os.environ.get(variable, wanted).lower()
+        if given not in (_TRUE if wanted == "1" else _FALSE):
+            raise ValueError(f"{name}={impl} needs {variable}={wanted}, and the environment sets it to {given}")
+        os.environ[variable] = wanted
+
+
+def _proven(hook: str, impl: str, installed: str, function: Callable) -> Callable:
+    """`function`, left alone by torch.compile, which leaves a receipt when its first call has returned."""
+    function, done = import_module("torch").compiler.disable(function), False
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        nonlocal done
+        result = function(*args, **kwargs)
+        if not done:
+            done = True
+            seen = {str(place): value for place, value in enumerate(args)} | kwargs
+            receipts.write(_receipt("live", hook, impl, installed, seen))
+        return result
+
+    return called
+
+
+def _receipt(kind: str, hook: str, impl: str, installed: str, seen: dict[str, Any] | None = None) -> receipts.Receipt:
+    """Of this process, with the dtypes and shapes of what it saw."""
+    torch = import_module("torch")
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    described = {
+        name: f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+        for name, value in (seen or {}).items()
+        if isinstance(value, torch.Tensor)
+    }
+    rank = torch.distributed.get_rank() if distributed else 0
+    return receipts.Receipt(
+        kind=kind, hook=hook, impl=impl, rank=rank, pid=os.getpid(), sglang=installed, arguments=described
+    )
+
+
+def _full(target: str) -> str:
+    return f"sglang.{target}"
+
+
+def _resolve(target: str) -> Any:
+    """What SGLang has under `target` now, its module imported. ImportError or AttributeError naming what is missing."""
+    names = _full(target).split(".")
+    depth = next(i for i, name in enumerate(names) if name[:1].isupper() or i == len(names) - 1)
+    found = import_module(".".join(names[:depth]))
+    for name in names[depth:]:
+        found = getattr(found, name)
+    return found

@@ -1,0 +1,70 @@
+"""What a server's log says: how far its start has come, and what went wrong first."""
+
+import re
+
+_PREFIX = re.compile(r"^\[\d{4}-\d\d-\d\d [\d:]+[^\]]*\] ?")
+_EXCEPTION = re.compile(r"^(?:[A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt|Kernel)\b|[a-z_]\w*(?:\.\w+)+:)")
+_PLAIN = re.compile(
+    r"CUDA error|out of memory|Segmentation fault|core dumped|terminate called|^dsv4lab: |: error: |"
+    r"cudaError\w+|NCCL error|ncclInternalError|ImportError:|ModuleNotFoundError:",
+)
+_STAGES = (
+    (re.compile(r"Init torch distributed begin"), "starting the ranks"),
+    (re.compile(r"Load weight begin"), "loading weights"),
+    (re.compile(r"Loading safetensors[^\r\n]*?\b(\d+)/(\d+)"), "loading weights, shard {} of {}"),
+    (re.compile(r"Load weight end"), "weights loaded, making the cache"),
+    (re.compile(r"nvcc|ninja|JIT[- ]?compil|[Cc]ompiling (?:kernel|module)"), "compiling kernels"),
+    (re.compile(r"Capture [^\r\n]*begin"), "capturing graphs"),
+    (re.compile(r"Capturing batches \(bs=(\d+)[^\r\n]*?\b(\d+)/(\d+)"), "capturing graph {1} of {2} (batch {0})"),
+    (re.compile(r"Capture [^\r\n]*end"), "graphs captured"),
+    (re.compile(r"Uvicorn running|fired up"), "answering"),
+)
+_COMPILATION = re.compile(r"nvcc|ninja|JIT[- ]?compil|[Cc]ompiling|[Aa]utotun")
+_HINTS = (
+    (
+        "--enable-torch-compile",
+        re.compile("capture|Capture|Subproc|inductor", re.IGNORECASE),
+        "--enable-torch-compile is on: what compiles or synchronises inside a graph capture ends it",
+    ),
+)  # fmt: skip
+_TAIL = 1 << 16
+
+
+def progress(text: str) -> str:
+    """What the server was last seen doing."""
+    tail, last, said = text[-_TAIL:], -1, "starting"
+    for pattern, template in _STAGES:
+        for match in pattern.finditer(tail):
+            if match.start() > last:
+                last, said = match.start(), template.format(*match.groups())
+    return said
+
+
+def compilations(text: str) -> int:
+    """Lines that tell of a compilation or a tuning."""
+    return sum(bool(_COMPILATION.search(line)) for line in text.splitlines())
+
+
+def first_error(text: str, argv: list[str] | None = None) -> str:
+    """The first thing that went wrong, in one line, not the last of what followed from it.
+
+    Of a traceback its exception, of a chain of them the cause; with no error at all, the last line. A flag in `argv`
+    that is known to bring such an error is named.
+    """
+    lines = [_PREFIX.sub("", line.rstrip()) for line in re.split(r"[\r\n]+", text)]
+    lines = [line for line in lines if line]
+    found = next(_errors(lines), lines[-1].strip() if lines else "it said nothing")
+    hints = [hint for flag, pattern, hint in _HINTS if flag in (argv or ()) and pattern.search(text)]
+    return "; ".join([found[:400], *hints])
+
+
+def _errors(lines: list[str]):
+    inside = False
+    for line in lines:
+        if "Traceback (most recent call last)" in line:
+            inside = True
+        elif inside and not line.startswith((" ", "\t", "|", "+")):
+            inside = False
+            yield line.strip()
+        elif not inside and (_PLAIN.search(line) or _EXCEPTION.match(line)):
+            yield line.strip()

@@ -1,0 +1,57 @@
+"""What is to run inside SGLang, in one environment variable: DSV4LAB=attention=split_k,indexer=triton,topk=triton."""
+
+from dataclasses import dataclass, fields
+
+VARIABLE = "DSV4LAB"
+STOCK = "stock"
+CHOICES = {
+    "attention": (STOCK, "simt", "mma", "split_k"),
+    "indexer": (STOCK, "torch_fallback", "triton"),
+    "topk": (STOCK, "triton"),
+    "sm120_path": (STOCK, "forced"),
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One of `CHOICES` for each hook; `version`: the SGLang release to treat an unknown one as.
+
+    sm120_path "forced": SGLang takes the code path of sm_120 on whatever GPU there is.
+    """
+
+    attention: str = STOCK
+    indexer: str = STOCK
+    topk: str = STOCK
+    sm120_path: str = STOCK
+    version: str = ""
+
+    def __post_init__(self):
+        for name, choices in CHOICES.items():
+            if (value := getattr(self, name)) not in choices:
+                raise ValueError(f"{VARIABLE}: {name} must be one of {', '.join(choices)}, got {value!r}")
+
+    @property
+    def active(self) -> dict[str, str]:
+        """The hooks asked for, by name; empty when all is stock."""
+        return {name: getattr(self, name) for name in CHOICES if getattr(self, name) != STOCK}
+
+    def __str__(self) -> str:
+        """The setting as `parse` reads it, stock parts left out."""
+        given = self.active | ({"version": self.version} if self.version else {})
+        return ",".join(f"{name}={value}" for name, value in given.items())
+
+
+def parse(text: str) -> Setting:
+    """The setting that "name=value,name=value" spells. ValueError naming what is unknown, malformed or said twice."""
+    known = [field.name for field in fields(Setting)]
+    given: dict[str, str] = {}
+    for part in filter(None, map(str.strip, text.split(","))):
+        name, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals or not value:
+            raise ValueError(f"{VARIABLE}: {part!r} must read name=value")
+        if name not in known:
+            raise ValueError(f"{VARIABLE}: there is no {name!r}; known: {', '.join(known)}")
+        if name in given:
+            raise ValueError(f"{VARIABLE}: {name} is given twice")
+        given[name] = value
+    return Setting(**given)

@@ -1,0 +1,85 @@
+"""A server that starts, answers and fails as SGLang's does, in the way that FAKE says: fake_sglang.py --port N ..."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from dsv4lab.serving import receipts, settings
+
+MODE = os.environ.get("FAKE", "")
+STUBBORN = """import os, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if sys.argv[1] == "away":
+    os.setsid()
+time.sleep(600)"""
+TRACEBACK = """[2026-01-01 00:00:00 TP0] Scheduler hit an exception: Traceback (most recent call last):
+  File "a.py", line 1, in f
+    work()
+torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB
+
+During handling of the above exception, another exception occurred:
+
+Traceback (most recent call last):
+  File "b.py", line 2, in g
+    f()
+RuntimeError: Capture cuda graph failed
+[2026-01-01 00:00:01] Received sigquit from a child process. It usually means the child failed."""
+CAPTURE = "\rCapturing batches (bs=32 avail_mem=10.12 GB):  25%|##5       | 3/12 [00:01<00:03]"
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        info = {"version": "0.5.14", "tp_size": 1, "api_key": os.environ.get("DSV4LAB_API_KEY")}
+        info["internal_states"] = [{"api_key": "inner", "last_gen_throughput": 1.0}]
+        self.answer(b"junk" if MODE == "junk" and self.path == "/server_info" else json.dumps(info).encode())
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        if MODE == "refuses":
+            self.send_error(500, "no")
+            return
+        for rank in range(int(os.environ.get("FAKE_RANKS", "1"))):
+            for hook, impl in settings.parse(os.environ["DSV4LAB"]).active.items():
+                receipts.write(
+                    receipts.Receipt(kind="live", hook=hook, impl=impl, rank=rank, pid=1000 + rank, sglang="0.5.14")
+                )
+        self.answer(json.dumps({"meta_info": {"completion_tokens": 4}}).encode())
+
+    def answer(self, body: bytes) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_) -> None:
+        pass
+
+
+def main() -> None:
+    print("arguments:", *sys.argv[1:], flush=True)
+    print("key:", os.environ.get("DSV4LAB_API_KEY"), flush=True)
+    print("plugins:", os.environ.get("SGLANG_PLUGINS"), flush=True)
+    print("path:", os.environ.get("PYTHONPATH"), ":", sep="", flush=True)
+    if MODE == "crash":
+        sys.exit(TRACEBACK)
+    if MODE == "family":
+        for where in ("here", "away"):
+            print("child:", subprocess.Popen([sys.executable, "-c", STUBBORN, where]).pid, flush=True)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if MODE == "slow":
+        for text in ("Load weight begin. avail mem=90 GB", "Load weight end. elapsed=1 s", CAPTURE):
+            print(text, flush=True)
+            time.sleep(0.3)
+    if MODE == "hangs":
+        print("[2026-01-01 00:00:00] Load weight begin. avail mem=90 GB", flush=True)
+        time.sleep(600)
+    port = int(sys.argv[sys.argv.index("--port") + 1])
+    ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+import types
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from dsv4lab.kernels import mqa_logits, sparse_mla
+from dsv4lab.kernels.sparse_mla import plans
+from dsv4lab.serving import adapters
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.fixture(autouse=True)
+def no_layer_noted():
+    adapters._call.__dict__.clear()
+    yield
+    adapters._call.__dict__.clear()
+
+
+def sglang_call(call: sparse_mla.Inputs) -> dict:
+    return vars(call) | {"head_dim_v": 512}
+
+
+def noted(heads: int) -> Callable:
+    """What runs inside a layer that has `heads` of its own."""
+    layer = types.SimpleNamespace(tp_q_head_num=heads)
+    return lambda call, **kwargs: adapters.note_layer(
+        lambda backend, q, k, v, layer: call(**kwargs), None, q=None, k=None, v=None, layer=layer
+    )
+
+
+@pytest.mark.parametrize(
+    ("tp", "rank", "place", "garbage"),
+    [(8, 3, "in place", NAN), (8, 3, "first", INF), (4, 1, "first", NAN), (2, 1, "in place", INF)],
+)
+def test_a_rank_computes_its_own_heads_whatever_lies_in_the_others(tp, rank, place, garbage):
+    own = 64 // tp
+    (call,) = sparse_mla.make_inputs(sparse_mla.Case("rank", 2, own, window=64, topk=64, lengths="mixed"), device="cpu")
+    first = rank * own if place == "in place" else 0
+    q, sink = torch.full((2, 1, 64, 512), garbage, dtype=torch.bfloat16), torch.full((64,), garbage)
+    q[:, :, first : first + own], sink[first : first + own] = call.q, call.attn_sink
+    padded = sglang_call(call) | {"q": q, "attn_sink": sink}
+    ours = adapters.attention("split_k", (lambda: rank) if place == "in place" else None)
+    out, lse = noted(own)(ours, **padded)
+    unpadded, _ = noted(own)(ours, **sglang_call(call))
+    assert lse is None
+    assert out.shape == (2, 1, 64, 512) and out.is_contiguous() and out.data_ptr() != q.data_ptr()
+    assert torch.equal(out[:, :, first : first + own], unpadded)
+    assert torch.equal(unpadded, sparse_mla.sparse_mla_decode(**vars(call))[0])
+    out[..., -64:].mul_(2)  # SGLang rotates the output in place
+
+
+def test_without_a_layer_all_heads_are_computed():
+    (call,) = sparse_mla.make_inputs(sparse_mla.Case("all", 1, 64, window=64, topk=0), device="cpu")
+    out, _ = adapters.attention("split_k", lambda: pytest.fail("no rank is needed"))(**sglang_call(call))
+    assert torch.equal(out, sparse_mla.sparse_mla_decode(**vars(call))[0])
+
+
+def test_a_layer_without_extra_cache_and_a_prefill_of_odd_length_go_through():
+    (call,) = sparse_mla.make_inputs(sparse_mla.Case("prefill", 19, 8, window=64, topk=0), device="cpu")
+    out, _ = adapters.attention("split_k")(**sglang_call(call))
+    assert torch.equal(out, sparse_mla.sparse_mla_decode(**vars(call))[0])
+
+
+def test_another_value_width_is_refused():
+    (call,) = sparse_mla.make_inputs(sparse_mla.Case("width", 1, 8, topk=0), device="cpu")
+    with pytest.raises(ValueError, match="head_dim_v must be that of q, 512, got 448"):
+        adapters.attention("split_k")(**sglang_call(call) | {"head_dim_v": 448})
+
+
+@pytest.mark.parametrize("arch", sorted(plans.TABLE))
+def test_one_workspace_holds_the_partial_results_of_every_call(arch):
+    sms = 132
+    largest = max(
+        sparse_mla.plan(rows, heads, widths, arch=arch, sms=sms).workspace_numel
+        for rows in [*range(1, 140), 2048, 11673]
+        for heads in (1, 8, 16, 17, 32, 64)
+        for widths in ((128, 0), (128, 512), (128, 8256))
+    )
+    assert 0 < largest <= adapters.workspace_numel(arch, sms) < 2**24
+
+
+@pytest.fixture(scope="module")
+def index_call() -> mqa_logits.Inputs:
+    (call,) = mqa_logits.make_inputs(mqa_logits.Case("small", 3, 900, 900, lengths="mixed"), device="cpu")
+    return call
+
+
+def indexed(call: mqa_logits.Inputs, impl: str, maxima: bool, column: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    lens = call.context_lens.view(-1, 1) if column else call.context_lens
+    logits = adapters.indexer(impl, maxima)(
+        call.q, call.kv_cache, call.weights, lens, call.block_table, None, call.max_context_len, False
+    )
+    out, raw = (torch.full((3, 512), -7, dtype=torch.int32) for _ in range(2))
+    adapters.topk_transform(logits, call.context_lens, call.block_table, out, 64, raw)
+    return out, raw
+
+
+def test_logits_and_selection_meet_with_and_without_shared_maxima(index_call):
+    slots, raw = indexed(index_call, "triton", maxima=False, column=True)
+    for column in (False, True):
+        together = indexed(index_call, "triton", maxima=True, column=column)
+        assert torch.equal(together[0], slots) and torch.equal(together[1], raw)
+    torch_slots, _ = indexed(index_call, "torch_fallback", maxima=False, column=True)
+    assert (torch_slots >= 0).sum(1).tolist() == index_call.context_lens.clamp(max=512).tolist()
+    assert (slots >= 0).sum(1).tolist() == index_call.context_lens.clamp(max=512).tolist()

@@ -1,0 +1,106 @@
+"""Against the real SGLang, where it is installed: its hook registry, its parser, and its torch kernels as oracles."""
+
+import enum
+import importlib.machinery
+import importlib.util
+import inspect
+import re
+import sys
+import types
+
+import pytest
+
+if importlib.util.find_spec("sglang") is None:
+    pytest.skip("sglang is not installed", allow_module_level=True)
+
+import torch
+
+from dsv4lab import numerics
+from dsv4lab.kernels import mqa_logits, sparse_mla
+from dsv4lab.serving import arguments, plugin, presets, releases, settings
+from dsv4lab.serving.launch import Config
+
+
+def stub(name: str, **attributes) -> None:
+    module = types.ModuleType(name)
+    module.__spec__, module.__path__ = importlib.machinery.ModuleSpec(name, None, is_package=True), []
+    vars(module).update(attributes)
+    sys.modules[name] = module
+
+
+@pytest.fixture(scope="module", autouse=True)
+def torchvision():
+    """SGLang imports it whatever it serves, and there is none for a torch without CUDA: names are enough."""
+    if importlib.util.find_spec("torchvision") is None:
+        modes = "NEAREST NEAREST_EXACT BOX BILINEAR HAMMING BICUBIC LANCZOS"
+        names = dict(InterpolationMode=enum.Enum("InterpolationMode", modes), pil_to_tensor=None)
+        stub("torchvision", __version__="0.26.0")
+        stub(
+            "torchvision.io", decode_jpeg=None, decode_image=None, ImageReadMode=enum.Enum("ImageReadMode", "RGB GRAY")
+        )
+        for place in ("", ".functional", ".v2", ".v2.functional"):
+            stub(f"torchvision.transforms{place}", **names)
+
+
+@pytest.fixture(scope="module")
+def hooked(torchvision):
+    """SGLang with all our kernels in its place, for the rest of this process."""
+    from sglang.version import __version__
+
+    setting = settings.parse("attention=split_k,indexer=triton,topk=triton,sm120_path=forced")
+    plugin.install(setting, __version__)
+    return releases.find(__version__)
+
+
+def test_the_real_registry_puts_ours_where_sglang_looks(hooked):
+    from sglang.srt.layers.attention import deepseek_v4_backend
+    from sglang.srt.layers.attention.dsv4 import indexer
+
+    assert getattr(deepseek_v4_backend, "_is_sm120", True)  # later releases ask whenever they need to know
+    assert plugin._resolve(hooked.sm120_path.targets[0])() is True
+    for target in (*hooked.attention.targets, *hooked.indexer.targets, *hooked.topk.targets):
+        assert plugin._resolve(target).__wrapped__.__module__.startswith("sglang.")
+    assert vars(indexer)[hooked.topk.targets[0].rpartition(".")[2]] is plugin._resolve(hooked.topk.targets[0])
+
+
+def test_attention_agrees_with_sglangs_torch_path(hooked):
+    module = sys.modules[plugin._resolve(hooked.attention.targets[0]).__wrapped__.__module__]
+    (call,) = sparse_mla.make_inputs(sparse_mla.Case("oracle", 2, 8, topk=64, lengths="mixed"), device="cpu")
+    expected, _ = module._sm120_sparse_decode_fwd(
+        call.q, call.k_cache, call.indices, call.topk_length, call.attn_sink, 512, call.softmax_scale,
+        call.extra_k_cache, call.extra_indices_in_kvcache, call.extra_topk_length,
+    )  # fmt: skip
+    out, _ = plugin._resolve(hooked.attention.targets[0])(**vars(call), head_dim_v=512)
+    assert numerics.relative_error(out, expected.view(out.shape).double()) < 1e-2
+
+
+def test_logits_and_selection_agree_with_sglangs_torch_path(hooked):
+    from sglang.srt.layers.attention.dsv4 import indexer
+
+    (call,) = mqa_logits.make_inputs(mqa_logits.Case("oracle", 3, 896, 896, lengths="mixed"), device="cpu")
+    lens, stock = call.context_lens.view(-1, 1), inspect.unwrap(indexer.fp8_paged_mqa_logits_torch_sm120)
+    given = (call.q, call.kv_cache, call.weights, lens, call.block_table, None, call.max_context_len, False)
+    expected, ours = stock(*given), plugin._resolve(hooked.indexer.targets[0])(*given)
+    select = next(
+        f for name, f in vars(indexer).items() if re.fullmatch(r"topk_transform(_512)?_pytorch_vectorized", name)
+    )
+    outs = [torch.full((3, 512), -7, dtype=torch.int32) for _ in range(2)]
+    select(expected, call.context_lens, call.block_table, outs[0], 64)
+    plugin._resolve(hooked.topk.targets[0])(ours, call.context_lens, call.block_table, outs[1], 64, None)
+    seen = torch.arange(expected.shape[1]) < lens
+    assert numerics.relative_error(ours[seen], expected[seen].double()) < 1e-2  # later releases multiply in bf16
+    assert numerics.selection_overlap(outs[1], outs[0]).min() > 0.97
+
+
+@pytest.mark.parametrize("name", presets.PRESETS | presets.STAGES)
+def test_the_real_parser_takes_every_preset(name):
+    config = Config(model="a/b", preset=name)
+    parsed = arguments.parse(config.argv("a/b"))
+    assert (parsed.model_path, parsed.host) == ("a/b", "127.0.0.1")
+    assert arguments.ranks(parsed) == config.from_preset.gpus
+
+
+def test_the_real_parser_refuses_an_unknown_flag(capsys):
+    with pytest.raises(SystemExit):
+        arguments.parse(["--model-path", "a/b", "--no-such-flag", "1"])
+    assert "unrecognized arguments: --no-such-flag 1" in capsys.readouterr().err
