@@ -148,12 +148,7 @@ def test_capture_at_64_rows_and_a_million_tokens_replays_other_lengths_bitwise(i
 
 
 @pytest.mark.gpu
-def test_b3_nothing_of_the_step_touches_the_maximum():
+def test_b3_nothing_of_the_step_touches_the_maximum(kernels_of):
     launch = indexer.prepare("fused", one(B=32, max_len=262_208, actual=7000, H=64, k=512))
     launch()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        launch()
-        torch.cuda.synchronize()
-    names = {event.key for event in profile.key_averages()}
-    assert {"logits_kernel", "select_kernel"} <= names
-    assert names <= {"logits_kernel", "select_kernel", "cudaDeviceSynchronize", "Activity Buffer Request"}
+    assert kernels_of(launch) == ["logits_kernel", "select_kernel"]

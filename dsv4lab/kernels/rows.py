@@ -64,13 +64,6 @@ def score_key(x):
 
 
 @triton.jit
-def key_score(key):
-    """The score of a key, NaN's aside."""
-    bits = tl.where(key >= 0x80000000, key ^ 0x80000000, key ^ 0xFFFFFFFF)
-    return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def _largest(keys, N: tl.constexpr):
     return tl.max(tl.reshape(keys, (N, 4)), 1)
 

@@ -72,7 +72,7 @@ def launches(
     call: Inputs, out: Tensor, maxima: Tensor | None = None, *, arch: str, sms: int, config: Config | None = None
 ) -> list[tuple]:
     """[(kernel, grid, arguments)] of one call; nothing is launched."""
-    c = config or choose(arch).config
+    c = config or choose(arch).config(call.q.shape[1])
     B, next_n, H, _ = call.q.shape
     nq = 1 if next_n == 1 else 2
     rows = B * -(-next_n // nq)
@@ -220,14 +220,17 @@ def notes(impl: str, inputs: Inputs) -> dict:
     if impl != "triton":
         return {"dtype": "float32"}
     arch, sms = target(inputs.q.device)
-    config = config or choose(arch).config
+    config = config or choose(arch).config(inputs.q.shape[1])
     return {"variant": config.name, "blocks": config.programs_per_sm * sms}
 
 
 def describe(arch: str) -> list[str]:
     """What `triton` would run on an architecture, and the evidence for it."""
     choice = choose(arch)
-    return [f"triton, any shape: {choice.config.name} ({choice.evidence})"]
+    return [
+        f"triton, {queries}: {config.name} ({choice.evidence})"
+        for queries, config in (("next_n 1", choice.single), ("next_n 2 to 6", choice.several))
+    ]
 
 
 def static_launches(arch: str) -> Iterator[tuple[str, list[tuple]]]:

@@ -19,31 +19,37 @@ class Config:
 
 @dataclass(frozen=True)
 class Choice:
-    """The config of an architecture; `evidence` is the file that says why."""
+    """The configs of an architecture, for one query a request and for several; `evidence` is the file that says why."""
 
-    config: Config
+    single: Config
+    several: Config
     evidence: str
+
+    def config(self, next_n: int) -> Config:
+        return self.single if next_n == 1 else self.several
 
 
 COMPILED = "records/static/mqa_logits.json"
 """No such GPU has been measured: what the compiler makes without a spill, as many programs as an SM's shared memory
 holds."""
 
+SWEEP_H200 = "records/mqa_logits_sweep_h200_FILE.jsonl"
+
 TABLE = {
-    "sm_80": Choice(Config(4, 4, 3), COMPILED),
-    "sm_89": Choice(Config(4, 4, 2), COMPILED),
-    "sm_90": Choice(Config(4, 4, 3), COMPILED),
-    "sm_120": Choice(Config(4, 4, 2), COMPILED),
+    "sm_80": Choice(Config(4, 4, 3), Config(4, 4, 2), COMPILED),
+    "sm_89": Choice(Config(4, 4, 2), Config(4, 4, 2), COMPILED),
+    "sm_90": Choice(Config(4, 3, 4), Config(4, 3, 2), SWEEP_H200),
+    "sm_120": Choice(Config(4, 4, 2), Config(4, 4, 2), COMPILED),
 }
 RELATIVE = {"sm_86": "sm_80", "sm_87": "sm_80", "sm_121": "sm_120"}
 FP8_PRODUCTS = ("sm_89", "sm_90", "sm_120", "sm_121")
 """Architectures whose tensor cores multiply e4m3; the others multiply fp16, decoded in software."""
 
-SWEEP = tuple(
-    Config(4, stages, programs, carry)
-    for carry, depths in ((True, (3, 4, 5)), (False, (5, 7)))
-    for stages in depths
-    for programs in (2, 3, 4)
+SWEEP = (
+    *(Config(4, 3, programs) for programs in (2, 3, 4, 5, 6)),
+    *(Config(4, 4, programs) for programs in (2, 3, 4, 5)),
+    *(Config(4, 5, programs) for programs in (2, 4)),
+    *(Config(4, stages, 4, carry=False) for stages in (4, 5, 7)),
 )
 
 

@@ -53,6 +53,8 @@ def _cases() -> dict[str, Case]:
     shapes = ((1, MAX_1M, 128), (32, MAX_1M, 128), (32, 2048, 128), (32, MAX_1M, 2048), (32, MAX_1M, 16384))
     shapes += ((8, MAX_1M, 262_144), (64, 2048, 2048), (1, MAX_1M, 262_144))
     cases = [Case(f"b{B}_max{max_len}_len{actual}", B, max_len, actual) for B, max_len, actual in shapes]
+    shapes = [(DSV4_FLASH.c4_positions(1024 * kilo), 128) for kilo in (8, 32, 128, 512)] + [(MAX_1M, 65_536)]
+    cases += [Case(f"b32_max{max_len}_len{actual}", 32, max_len, actual) for max_len, actual in shapes]
     cases += [
         Case("b64_mixed", 64, MAX_1M, 262_144, lengths="mixed"),
         Case("b8_ties", 8, MAX_1M, 262_144, scores="relu"),

@@ -30,8 +30,12 @@ class Choice:
 COMPILED = "records/static/topk.json"
 """No such GPU has been measured: as on sm_90, where it compiles without a spill."""
 
-_CONFIG = Config(8, 4, 2048, 4)
-TABLE = {arch: Choice(_CONFIG, COMPILED) for arch in ("sm_80", "sm_89", "sm_90", "sm_120")}
+SWEEP_H200 = "records/topk_sweep_h200_FILE.jsonl"
+
+_CONFIG = Config(8, 8, 2048, 4)
+TABLE = {arch: Choice(_CONFIG, COMPILED) for arch in ("sm_80", "sm_89", "sm_120")} | {
+    "sm_90": Choice(_CONFIG, SWEEP_H200)
+}
 RELATIVE = {"sm_86": "sm_80", "sm_87": "sm_80", "sm_121": "sm_120"}
 
 SWEEP = (

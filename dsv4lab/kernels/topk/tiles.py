@@ -11,7 +11,7 @@ number of search steps alone.
 import triton
 import triton.language as tl
 
-from dsv4lab.kernels.rows import key_score, query_length, score_key, store_maxima
+from dsv4lab.kernels.rows import query_length, score_key, store_maxima
 
 
 @triton.jit(
@@ -73,42 +73,27 @@ def _children(values, parents, kept, count, LIST: tl.constexpr, ALIGNED: tl.cons
 
 
 @triton.jit
-def _log(x):
-    """log2(x) * 2**23 and a constant, to 9% of an octave: a float's bits are its piecewise linear logarithm."""
-    return x.to(tl.float32).to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def _guess(lo, hi, reached, above, wanted):
-    """Where a key that `wanted` keys reach would lie between lo and hi, did the counts fall off exponentially."""
-    spread = _log(reached) - _log(tl.maximum(above, 0.5))
-    share = (_log(reached) - _log(wanted)).to(tl.float32) / spread.to(tl.float32)
-    return score_key(key_score(lo) + (key_score(hi) - key_score(lo)) * share)
-
-
-@triton.jit
 def _threshold(keys, lo, hi, k, most):
     """A key that between k and `most` keys reach, or else the k-th largest. At least k reach lo, none is above hi.
 
-    Two keys are tried a step: the middle, which bounds the steps to 33, and a guess, which makes them about 7. The
+    Two keys are tried a step, a third and two thirds of the way, both counts in one reduction: at most 21 steps. The
     first step tries 0.0 and what follows it: a rectified row has most of its scores there.
     """
     reached = tl.sum((keys >= lo).to(tl.int32))
-    above = 0
     one = tl.full([], 0x80000000, tl.uint32)
-    other = one + 1
+    two = one + 1
     while (lo < hi) & (reached > most):
-        low = tl.minimum(tl.maximum(tl.minimum(one, other), lo + 1), hi)
-        high = tl.minimum(tl.maximum(tl.maximum(one, other), lo + 1), hi)
+        low = tl.minimum(tl.maximum(one, lo + 1), hi)
+        high = tl.minimum(tl.maximum(two, lo + 1), hi)
         both = tl.sum((keys >= low).to(tl.int32) + ((keys >= high).to(tl.int32) << 16))
         at_low = both & 0xFFFF
         at_high = both >> 16
         hi = tl.where(at_high >= k, hi, tl.where(at_low >= k, high - 1, low - 1))
-        above = tl.where(at_high >= k, above, tl.where(at_low >= k, at_high, at_low))
         lo = tl.where(at_high >= k, high, tl.where(at_low >= k, low, lo))
         reached = tl.where(at_high >= k, at_high, tl.where(at_low >= k, at_low, reached))
-        one = hi - ((hi - lo) >> 1)
-        other = _guess(lo, hi, reached, above, 0.5 * (k + most))
+        third = (hi - lo) // 3
+        one = lo + third
+        two = hi - third
     return lo
 
 
@@ -140,11 +125,13 @@ def _coarsest(maxima, n, units, LIST: tl.constexpr):
 
 
 @triton.jit
-def _write(out, raw, place, ids, pages, chosen, PAGE: tl.constexpr, RAW: tl.constexpr):
-    page = tl.load(pages + ids // PAGE, mask=chosen, other=0)
-    tl.store(out + place, page * PAGE + ids % PAGE, mask=chosen)
-    if RAW:
-        tl.store(raw + place, ids, mask=chosen)
+def _pages_of(pages, ids, live, PAGE: tl.constexpr):
+    """The page [LIST, 4] of each id; four in a row share theirs unless pages are smaller."""
+    if PAGE % 4 == 0:
+        page = tl.load(pages + tl.min(ids, 1) // PAGE, mask=tl.max(live.to(tl.int32), 1) > 0, other=0)
+        return tl.broadcast_to(page[:, None], ids.shape)
+    else:
+        return tl.load(pages + ids // PAGE, mask=live, other=0)
 
 
 @triton.jit
@@ -208,9 +195,12 @@ def select_kernel(
         tl.store(lists + (level & 1) * LIST + place, ids, mask=chosen)
         tl.debug_barrier()  # the next level reads what other threads have written
     ids, x, live = _children(_row_of_scores(scores, row, stride, ALIGNED), lists, kept, n, LIST, ALIGNED)
+    page = _pages_of(pages, ids, live, PAGE)  # asked for now, needed after the search
     keys = tl.where(live, score_key(x), 0)
     if kept < 0:
         lo = tl.min(tl.where(live, keys, 0xFFFFFFFF))
     lo = _threshold(keys, lo, tl.max(keys), k, k)
     chosen, place, kept = _take(keys, live, lo, k)
-    _write(out, raw, place, ids, pages, chosen, PAGE, RAW)
+    tl.store(out + place, page * PAGE + ids % PAGE, mask=chosen)
+    if RAW:
+        tl.store(raw + place, ids, mask=chosen)
