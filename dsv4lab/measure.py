@@ -1,18 +1,20 @@
 """Check, then time, then record: a kernel module and its rivals on the module's named cases.
 
 `run("sparse_mla")` takes `dsv4lab.kernels.sparse_mla` through its `CASES`. Of every case all variants are first checked
-on poisoned outputs against the module's float64 reference and PyTorch baseline, and what passed is timed together. The
-ceilings of the GPU are measured at the start and stored in the same file as case `CEILINGS`, so that the floor a figure
-draws belongs to the run it shows.
+on poisoned outputs against the module's float64 reference and PyTorch baseline, by the module's own `judge` if it has
+one, and what passed is timed together; a variant whose `prepare` refuses the case (ValueError) is named and left out.
+The ceilings of the GPU are measured at the start and stored in the same file as case `CEILINGS`, so that the floor a
+figure draws belongs to the run it shows.
 
-Cold means that the input sets rotate until at least `timing.ROTATION_BYTES` of KV lie between two uses of a set; a case
-so small that `timing.MAX_SETS` sets do not reach that is labelled "rotated" instead. Warm means one set, replayed.
+Cold means that the input sets rotate until at least `timing.ROTATION_BYTES` of KV lie between two uses of a set; where
+`timing.MAX_SETS` sets do not reach that, or a slow variant has no time for so many, it is labelled "rotated" instead.
+Warm means one set, replayed.
 """
 
 import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from importlib import import_module
@@ -22,20 +24,18 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
-from dsv4lab import kernels, numerics, records, timing
+from dsv4lab import kernels, records, timing
 from dsv4lab.peers import peers_of
 from dsv4lab.provenance import command_line, environment, git_state, kernel_hash
 from dsv4lab.records import Clocks, Environment, Git, Record
+from dsv4lab.verdict import CheckFailed, NotApplicable, verdict
 
 CACHES = ("cold", "warm")
 CEILINGS = "ceilings"
-
-
-class CheckFailed(RuntimeError):
-    """A variant gave a wrong answer or none and was not timed; what passed is stored."""
+GRAPH_S = 0.15
+"""The longest that one replay of a variant may take, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -68,12 +68,16 @@ class _Run:
 
 @dataclass(frozen=True)
 class _Timing:
-    """One timing of several variants together: the cache it really met, the method, the clocks, the samples."""
+    """One timing of several variants together: how each was timed, the clocks, the samples."""
 
-    cache: str
-    method: dict[str, Any]
+    methods: dict[str, dict[str, Any]]
     clocks: Clocks
     replays: timing.Replays
+
+    def cache(self, impl: str, asked: str) -> str:
+        """The cache that a variant really met."""
+        rotated = self.methods[impl]["rotated_bytes"]
+        return "rotated" if asked == "cold" and rotated < timing.ROTATION_BYTES else asked
 
 
 class _Journal:
@@ -157,7 +161,7 @@ def run(
             failures += failed
             _report(name, found, failed)
         if not journal.worth_keeping:
-            raise CheckFailed(f"nothing could be measured: {'; '.join(failures)}")
+            raise CheckFailed(f"nothing could be measured: {'; '.join(failures) or 'no implementation takes the case'}")
         path = journal.finish()
     except BaseException as error:
         journal.abandon(error)
@@ -189,7 +193,9 @@ def _variants(module: ModuleType, impls: Collection[str], peers: bool) -> list[_
             _say(f"without {peer.IMPL}: {reason}")
         else:
             digest = kernel_hash(peer)
-            variants.append(_Variant(peer.IMPL, peer.prepare, peer.notes, digest, peer.LSE_INCLUDES_SINK))
+            variants.append(
+                _Variant(peer.IMPL, peer.prepare, peer.notes, digest, getattr(peer, "LSE_INCLUDES_SINK", False))
+            )
     return variants
 
 
@@ -198,10 +204,10 @@ def _measure_case(
 ) -> tuple[list[Record], list[str]]:
     """The records of one case, and a line for each variant that failed it."""
     make = partial(module.make_inputs, case, device=this.device, seed=this.seed)
-    kv_bytes = _kv_bytes(module, case, make(sets=1)[0])
+    kv_bytes = module.rotated_bytes(case) if hasattr(module, "rotated_bytes") else _kv_bytes(module, case, make()[0])
     sets = timing.rotation_sets(kv_bytes, timing.l2_bytes(this.device)) if "cold" in caches else 1
     inputs = make(sets=sets)
-    checks, failures = _check_all(module, variants, inputs[0])
+    checks, failures = _check_all(module, case, variants, inputs[0])
     passed = [variant for variant in variants if variant.impl in checks]
     found = []
     for cache in caches if passed else ():
@@ -211,8 +217,8 @@ def _measure_case(
             this.record(
                 case=case.name,
                 impl=variant.impl,
-                config=module.config(case) | {"cache": timed.cache} | variant.notes(inputs[0]),
-                method=timed.method,
+                config=module.config(case) | {"cache": timed.cache(variant.impl, cache)} | variant.notes(inputs[0]),
+                method=timed.methods[variant.impl],
                 samples_us=timed.replays.samples_us[variant.impl],
                 check=checks[variant.impl],
                 work=module.work(case),
@@ -227,58 +233,60 @@ def _measure_case(
 
 
 def _check_all(
-    module: ModuleType, variants: Sequence[_Variant], inputs: Any
+    module: ModuleType, case: Any, variants: Sequence[_Variant], inputs: Any
 ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
     """The verdicts of the variants that are right, and one line for each that is not, both by name."""
     expected = module.reference(inputs), module.baseline(inputs)
     checks, failures = {}, {}
     for variant in variants:
         try:
-            checks[variant.impl] = _check(variant, inputs, *expected)
+            sink = variant.lse_includes_sink
+            checks[variant.impl] = verdict(module, variant.prepare, inputs, *expected, lse_includes_sink=sink)
+        except NotApplicable as reason:
+            _say(f"{case.name} without {variant.impl}: {reason}")
         except Exception as error:
             failures[variant.impl] = f"{type(error).__name__}: {error}".splitlines()[0]
     return checks, failures
 
 
-def _check(
-    variant: _Variant, inputs: Any, reference: tuple[Tensor, Tensor], baseline: tuple[Tensor, Tensor]
-) -> dict[str, Any]:
-    """The verdict on `out`, with that on `lse` beside it; CheckFailed if either is wrong or was not written."""
-    launch = variant.prepare(inputs)
-    for unwritten in launch():
-        numerics.poison_(unwritten)
-    del unwritten  # a rival that allocates its outputs gets the poisoned memory again
-    out, lse = launch()
-    verdict = numerics.check(out, reference[0], baseline[0])
-    expected = [_with_sink(each[1], inputs) if variant.lse_includes_sink else each[1] for each in (reference, baseline)]
-    some = expected[0].isfinite()  # a row without keys: infinite, with the sign of each kernel's own convention
-    lse_verdict = numerics.check(lse[some], *(each[some] for each in expected))
-    for name, each in (("out", verdict), ("lse", lse_verdict)):
-        if not each.passed:
-            raise CheckFailed(f"{name} has error {each.error:.2e}, over its tolerance {each.tolerance:.2e}")
-    if not lse[~some].isinf().all():
-        raise CheckFailed("lse of a row without keys is not infinite")
-    return asdict(verdict) | {"lse_error": lse_verdict.error, "lse_tolerance": lse_verdict.tolerance}
-
-
-def _with_sink(lse: Tensor, inputs: Any) -> Tensor:
-    """lse `[B, H, s_q]` with the sink taken in; a row without keys has the sink alone."""
-    sink = inputs.attn_sink.to(lse.dtype)[:, None]
-    return torch.where(lse.isinf(), sink, torch.logaddexp(lse, sink))
-
-
 def _time(variants: Sequence[_Variant], inputs: Sequence[Any], cache: str, kv_bytes: float, this: _Run) -> _Timing:
     used, repeat = (inputs, 1) if cache == "cold" else (inputs[:1], timing.WARM_CALLS)
-    rotated = len(used) * kv_bytes if cache == "cold" else 0
-    launches = {variant.impl: [variant.prepare(each) for each in used] * repeat for variant in variants}
+    wanted = len(used) * repeat
+    calls = _affordable({variant.impl: variant.prepare(used[0]) for variant in variants}, wanted, kv_bytes, this)
+    sets = {impl: min(number, len(used)) for impl, number in calls.items()}
+    launches = {v.impl: [v.prepare(each) for each in used[: sets[v.impl]]] for v in variants}
+    launches = {impl: (few * repeat)[: calls[impl]] for impl, few in launches.items()}
     before = timing.clocks(this.device)
     replays = timing.graph_replay_us(launches, budget_s=this.budget_s, device=this.device)
+    rotated = {impl: number * kv_bytes if cache == "cold" else 0 for impl, number in sets.items()}
     return _Timing(
-        cache="rotated" if cache == "cold" and rotated < timing.ROTATION_BYTES else cache,
-        method={"timer": "cuda graph replay", "calls": len(used) * repeat, "sets": len(used), "rotated_bytes": rotated},
+        methods={
+            impl: {
+                "timer": "cuda graph replay",
+                "calls": calls[impl],
+                "sets": sets[impl],
+                "rotated_bytes": rotated[impl],
+            }
+            for impl in launches
+        },
         clocks=Clocks(before=before, after=timing.clocks(this.device)),
         replays=replays,
     )
+
+
+def _affordable(launches: Mapping[str, timing.Launch], wanted: int, kv_bytes: float, this: _Run) -> dict[str, int]:
+    """How many calls the graph of each variant holds: `wanted`, or what runs for `GRAPH_S`.
+
+    What is not cold even so needs no more of them than let its fewest replays fit into its share of the budget.
+    """
+    once = timing.graph_replay_us({impl: [launch] for impl, launch in launches.items()}, 1, device=this.device)
+    share_s, calls = this.budget_s / len(launches) / (2 * timing.MIN_REPLAYS), {}
+    for impl in launches:
+        call_s = 1e-6 * min(once.samples_us.get(impl, [1.0]))
+        calls[impl] = min(wanted, max(int(GRAPH_S / call_s), 1))
+        if calls[impl] < wanted and calls[impl] * kv_bytes < timing.ROTATION_BYTES:
+            calls[impl] = min(calls[impl], max(int(share_s / call_s), 1))
+    return calls
 
 
 def _kv_bytes(module: ModuleType, case: Any, inputs: Any) -> float:

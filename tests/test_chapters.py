@@ -34,6 +34,8 @@ def test_provenance_names_the_file_the_gpu_and_the_rivals():
     expected = {"record file": run[0].file, "GPU": "NVIDIA H200", "rivals": "flash 1.0", "commit": "not committed then"}
     assert table.loc[list(expected), "sparse_mla_decode"].to_dict() == expected
     assert table.loc["largest error / its tolerance"].item() == "0.250"
+    exact = [record.model_copy(update={"check": {"error": 0.0, "tolerance": 0.0}}) for record in run]
+    assert chapters.provenance(exact).loc["largest error / its tolerance"].item() == "0"
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,13 @@
 
 import sys
 from dataclasses import asdict, dataclass
+from functools import partial
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
-from dsv4lab import kernels, measure, records, timing
+from dsv4lab import kernels, measure, numerics, records, timing
 from dsv4lab.plot import tables
 from dsv4lab.roofline import Work
 from dsv4lab.timing import Ceiling, Replays
@@ -37,6 +38,8 @@ def _reference(inputs, dtype=torch.float64):
 def _prepare(impl, inputs):
     if impl == "broken":
         raise RuntimeError("no such instruction\nsecond line")
+    if impl == "capped" and inputs.q.shape[0] > 2:
+        raise ValueError("B must be at most 2 here, got 4")
     out, lse = torch.empty_like(inputs.q), torch.empty(inputs.q.shape[0], inputs.q.shape[2], inputs.q.shape[1])
 
     def launch():
@@ -81,9 +84,11 @@ def fake(monkeypatch, tmp_path):
     monkeypatch.setattr(timing, "clocks", lambda device: {"sm_mhz": 1980.0})
     monkeypatch.setattr(measure, "environment", lambda device: ENVIRONMENT)
     monkeypatch.setattr(timing, "ceilings", lambda device: {"read": Ceiling([510.0], Work(0.0, 2e9), 0.0, 0.0)})
-    timed = []
+    timed, slow = [], {}
 
-    def replay(variants, *, budget_s, device):
+    def replay(variants, replays=50, *, budget_s=10.0, device):
+        if replays == 1:
+            return Replays({name: [slow.get(name, 12.0)] for name in variants}, {})
         timed.append({name: len(launches) for name, launches in variants.items()})
         for launches in variants.values():
             for launch in launches:
@@ -91,7 +96,7 @@ def fake(monkeypatch, tmp_path):
         return Replays({name: [10.0, 11.0, 12.0] for name in variants}, {})
 
     monkeypatch.setattr(timing, "graph_replay_us", replay)
-    return SimpleNamespace(module=module, timed=timed, directory=tmp_path / "records")
+    return SimpleNamespace(module=module, timed=timed, slow=slow, directory=tmp_path / "records")
 
 
 def _run(fake, **options):
@@ -134,6 +139,64 @@ def test_cold_rotates_sets_and_warm_replays_one(fake):
     assert cold["sets"] == cold["calls"] == timing.MIN_SETS
     assert cold["rotated_bytes"] >= timing.ROTATION_BYTES
     assert (warm["sets"], warm["calls"], warm["rotated_bytes"]) == (1, timing.WARM_CALLS, 0)
+
+
+@pytest.mark.parametrize(
+    ("us", "budget_s", "calls", "cache"),
+    [(30_000, 0.1, 5, "cold"), (60_000, 10.0, 2, "rotated"), (60_000, 1.0, 1, "rotated"), (1e6, 10.0, 1, "rotated")],
+)
+def test_a_slow_variant_gets_few_calls_and_is_called_cold_only_if_it_is(us, budget_s, calls, cache, fake):
+    fake.slow["other"] = us
+    _run(fake, cases=["small"], budget_s=budget_s)
+    assert fake.timed[0] == {"good": timing.MIN_SETS, "other": calls}
+    cold, warm = (r for r in records.read("fake_decode", fake.directory) if r.impl == "other")
+    assert (cold.config["cache"], cold.method["sets"], cold.method["rotated_bytes"]) == (cache, calls, calls * 4e7)
+    assert cold.method["calls"] == calls and warm.config["cache"] == "warm" and warm.method["calls"] < timing.WARM_CALLS
+
+
+def test_a_variant_that_does_not_take_a_case_is_named_and_fails_nothing(fake, capsys):
+    fake.module.IMPLEMENTATIONS["capped"] = None
+    _run(fake, cases=["small", "large"], impls=["good", "capped"], cache=["cold"])
+    assert "large without capped: B must be at most 2 here, got 4" in capsys.readouterr().err
+    found = {(r.case, r.impl) for r in records.read("fake_decode", fake.directory)}
+    assert ("small", "capped") in found and ("large", "capped") not in found and ("large", "good") in found
+
+
+def test_a_run_in_which_nothing_applies_says_so(fake):
+    fake.module.IMPLEMENTATIONS = {"capped": None}
+    with pytest.raises(measure.CheckFailed, match="nothing could be measured: no implementation takes the case"):
+        _run(fake, cases=["large"])
+    assert _files(fake) == []
+
+
+@pytest.fixture
+def judging(fake):
+    """The same module with a verdict of its own, on outputs that are one tensor, and its own count of rotated bytes."""
+
+    def judge(inputs, outputs, expected, usual):
+        (out,) = outputs
+        error = (out.double() - expected[0]).abs().max().item()
+        return numerics.Check(error, 0.0, 0.5, error <= 0.5)
+
+    fake.module.judge = judge
+    fake.module.rotated_bytes = lambda case: 1000.0
+    fake.module.prepare = lambda impl, inputs: partial(lambda launch: launch()[:1], _prepare(impl, inputs))
+    return fake
+
+
+def test_a_module_with_a_judge_is_judged_by_it(judging):
+    judging.module.IMPLEMENTATIONS["wrong"] = None
+    with pytest.raises(measure.CheckFailed, match="small wrong: CheckFailed: out has error"):
+        _run(judging, cases=["small"], cache=["cold"])
+    record = next(r for r in records.read("fake_decode", judging.directory) if r.impl == "good")
+    assert record.check.keys() == {"error", "baseline_error", "tolerance", "passed"}
+    assert record.method["rotated_bytes"] == timing.MAX_SETS * 1000 and record.config["cache"] == "rotated"
+
+
+def test_what_a_judge_sees_was_poisoned_before(judging):
+    judging.module.IMPLEMENTATIONS["lazy"] = None
+    with pytest.raises(measure.CheckFailed, match="small lazy"):
+        _run(judging, cases=["small"], cache=["cold"])
 
 
 def test_what_is_too_small_to_be_cold_is_not_called_cold(fake):
@@ -244,7 +307,7 @@ def test_an_absent_peer_is_named_and_does_not_fail_the_run(fake, monkeypatch, ca
 
 
 def test_a_variant_that_cannot_be_captured_does_not_lose_the_others(fake, monkeypatch):
-    def replay(variants, **options):
+    def replay(variants, *replays, **options):
         return Replays({"good": [10.0]}, {"other": "it synchronises"})
 
     monkeypatch.setattr(timing, "graph_replay_us", replay)

@@ -113,6 +113,25 @@ def test_time_figure_draws_every_implementation_and_the_floor(frame):
     assert "H = 64, cold cache, NVIDIA H200" in axes.get_title(loc="left")
 
 
+def test_a_time_figure_over_another_column_has_a_panel_a_frame_and_may_go_without_the_floor(frame):
+    rows = tables.with_floor(tables.select(frame, H=64)).assign(max_len=lambda rows: rows["B"] * 8256)
+    figure = figures.time_against({"logits": rows, "top-k": rows}, "max_len", "positions", "flat", floor=False)
+    assert [axes.get_title(loc="left") for axes in figure.axes] == ["logits", "top-k"]
+    axes = figure.axes[1]
+    assert axes.get_xlabel() == "positions"
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["8.3k", "264k"]
+    assert len(axes.lines) == len(axes.collections) == len(US)
+    assert axes.lines[0].get_xdata().tolist() == [8256, 264_192]
+
+
+def test_bytes_figure_draws_a_line_a_column():
+    table = pd.DataFrame({"torch_fallback": [3.0, 300.0], "triton": [1.0, 1.0]}, index=[128, 12_800])
+    axes = figures.megabytes_against(table, "positions", "flat").axes[0]
+    assert [line.get_ydata().tolist() for line in axes.lines] == [[3.0, 300.0], [1.0, 1.0]]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["128", "13k"]
+    assert {text.get_text() for text in axes.texts} == {"torch fallback", "Triton"}
+
+
 def test_speedup_figure_is_relative_to_its_baseline(frame):
     figure = figures.speedup(tables.select(frame, H=64), baseline="flashmla")
     lines = _lines(figure)
@@ -151,9 +170,14 @@ def test_labels_are_moved_apart_no_more_than_needed_and_keep_their_order():
     assert sum(moved[:3]) == pytest.approx(1.52)
 
 
-def test_every_known_implementation_has_a_look_of_its_own():
-    looks = palette.LOOKS.values()
+@pytest.mark.parametrize("kind", [palette.ATTENTION, palette.INDEXER])
+def test_every_known_implementation_has_a_look_of_its_own_among_its_kind(kind):
+    looks = [*kind.values(), palette.look("floor")]
     assert len({look.color for look in looks}) == len({look.marker for look in looks}) == len(looks)
+    assert len({look.label for look in palette.LOOKS.values()}) == len(palette.LOOKS)
+
+
+def test_what_the_palette_does_not_know_is_drawn_like_its_kin():
     assert palette.look("new_idea").label == "new_idea"
     assert palette.look("mma_bh16") == palette.Look("mma_bh16", palette.look("mma").color, "^", ":")
     assert palette.in_order({"new_idea", "flashmla", "simt"}) == ["simt", "flashmla", "new_idea"]

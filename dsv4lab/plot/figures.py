@@ -16,6 +16,7 @@ from dsv4lab.plot.style import styled
 _DASHES = ("-", "--", ":", "-.")
 _LABEL_GAP = 0.055  # of the height of the axes
 _PANEL = (5.1, 4.2)  # inches
+_BATCH = "batch size B"
 
 
 def time_against_batch(frame: pd.DataFrame, title: str | None = None) -> Figure:
@@ -25,16 +26,37 @@ def time_against_batch(frame: pd.DataFrame, title: str | None = None) -> Figure:
         frame: one run with its ceilings; of the kernel rows one cache and one kind of lengths (see `tables.select`).
             Each H has a panel of its own.
     """
-    panels = {}
-    for name, rows in _by_heads(tables.with_floor(frame)):
-        floor = rows.groupby(rows["B"].astype(int))["floor_us"].min()
-        panels[name] = [(look(impl), times) for impl, times in tables.times(rows).items()] + [(look("floor"), floor)]
+    return time_against(dict(_by_heads(tables.with_floor(frame))), "B", _BATCH, title)
+
+
+def time_against(
+    panels: Mapping[str, pd.DataFrame], over: str, xlabel: str, title: str | None = None, floor: bool = True
+) -> Figure:
+    """Median time (µs) against a column of whole numbers, with the 10-90% range of the samples and the floor.
+
+    Args:
+        panels: by name, rows of `tables.with_floor`, one for each implementation and value of `over`.
+        floor: whether to draw it.
+    """
+    drawn = {}
+    for name, rows in panels.items():
+        drawn[name] = [(look(impl), times) for impl, times in tables.times(rows, over=over).items()]
+        if floor:
+            drawn[name].append((look("floor"), rows.groupby(rows[over].astype(int))["floor_us"].min()))
     with styled():
-        figure, all_axes = _panels(panels, "kernel time (µs)", title)
-        for axes, (_, rows) in zip(all_axes, _by_heads(tables.kernels(frame)), strict=True):
-            low, high = tables.times(rows, "p10_us"), tables.times(rows, "p90_us")
+        figure, all_axes = _panels(drawn, "kernel time (µs)", title, xlabel)
+        for axes, rows in zip(all_axes, panels.values(), strict=True):
+            low, high = tables.times(rows, "p10_us", over), tables.times(rows, "p90_us", over)
             for impl in low:
                 axes.fill_between(low.index, low[impl], high[impl], color=look(impl).color, alpha=0.25, linewidth=0)
+    return _closed(figure)
+
+
+def megabytes_against(megabytes: pd.DataFrame, xlabel: str, title: str | None = None) -> Figure:
+    """Memory traffic (MB) against the index of the table, a line for each column, which is an implementation."""
+    with styled():
+        lines = {"": [(look(impl), series) for impl, series in megabytes.items()]}
+        figure, _ = _panels(lines, "bytes read and written (MB)", title, xlabel)
     return _closed(figure)
 
 
@@ -85,15 +107,16 @@ def _by_heads(rows: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
 
 
 def _panels(
-    panels: Mapping[str, Sequence[tuple[Look, pd.Series]]], ylabel: str, title: str | None
+    panels: Mapping[str, Sequence[tuple[Look, pd.Series]]], ylabel: str, title: str | None, xlabel: str = _BATCH
 ) -> tuple[Figure, list[Axes]]:
-    """Lines against batch, panels side by side on one scale, each line named at its right end in its own colour."""
+    """Lines on log scales, panels side by side, each line named at its right end in its own colour."""
     size = (_PANEL[0] * len(panels), _PANEL[1]) if len(panels) > 1 else None
     figure, grid = plt.subplots(1, len(panels), sharey=True, squeeze=False, figsize=size)
     all_axes = list(grid[0])
     for axes, (name, lines) in zip(all_axes, panels.items(), strict=True):
         _draw(axes, lines)
         axes.set_title(name)
+        axes.set_xlabel(xlabel)
     all_axes[0].set_ylabel(ylabel)
     for axes, lines in zip(all_axes, panels.values(), strict=True):  # only now is the common scale known
         _label(axes, lines)
@@ -106,12 +129,13 @@ def _draw(axes: Axes, lines: Sequence[tuple[Look, pd.Series]]) -> None:
     for each, series in lines:
         series = series.dropna()
         axes.plot(series.index, series, color=each.color, marker=each.marker, linestyle=each.linestyle)
-    batches = sorted({batch for _, series in lines for batch in series.dropna().index})
+    ticks = sorted({x for _, series in lines for x in series.dropna().index})
     axes.set_xscale("log")
     axes.set_yscale("log")
-    axes.set_xticks(batches, [str(batch) for batch in batches])
+    axes.set_xticks(
+        ticks, [str(x) if x < 1000 else f"{x / 1000:.2g}k" if x < 99_500 else f"{x / 1000:.0f}k" for x in ticks]
+    )
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xlabel("batch size B")
 
 
 def _label(axes: Axes, lines: Sequence[tuple[Look, pd.Series]]) -> None:

@@ -1,4 +1,4 @@
-"""One colour and one marker for each implementation, the same in every figure (Okabe and Ito's colours)."""
+"""One colour and one marker for each implementation, the same in every figure of its kind (Okabe and Ito's colours)."""
 
 from dataclasses import dataclass
 
@@ -23,14 +23,22 @@ class Look:
         return to_hex([0.75 * channel for channel in to_rgb(self.color)])
 
 
-LOOKS = {
+ATTENTION = {
     "simt": Look("SIMT per head", ORANGE, "s"),
     "mma": Look("MMA, no split", SKY, "^"),
     "split_k": Look("split-K", BLUE, "o"),
     "stock_simt": Look("SGLang stock", VERMILLION, "D"),
     "flashmla": Look("FlashMLA", GREEN, "v"),
-    "floor": Look("roofline floor", GREY, "", "--"),
 }
+INDEXER = {
+    "torch_fallback": Look("torch fallback", VERMILLION, "D"),
+    "torch_capped": Look("capped fallback", PURPLE, "X"),
+    "torch": Look("torch.topk", ORANGE, "s"),
+    "triton": Look("Triton", BLUE, "o"),
+    "fused": Look("Triton, fused", SKY, "^"),
+    "deepgemm": Look("DeepGEMM", GREEN, "v"),
+}
+LOOKS = ATTENTION | INDEXER | {"floor": Look("roofline floor", GREY, "", "--")}
 
 
 def look(impl: str) -> Look:
