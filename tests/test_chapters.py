@@ -102,6 +102,15 @@ def test_the_readme_of_the_chapters_gives_the_answer_of_each():
 @pytest.mark.parametrize("heads", [64, 8])
 def test_the_headline_of_the_readme_is_what_the_records_say(heads):
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    (file,) = re.findall(r"`records/(sparse_mla_decode_\w+\.jsonl)`", text)
-    frame = records.to_frame(chapters.read_run("sparse_mla_decode", file))
-    assert chapters.headline(frame, heads) in text
+    assert chapters.headline(_named_run(text, "sparse_mla_decode"), heads) in text
+
+
+def test_so_is_its_table_of_the_indexer():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert chapters.indexer_headline(_named_run(text, "indexer")) in text
+
+
+def _named_run(text: str, experiment: str) -> pd.DataFrame:
+    """The run of an experiment that a text names as its source."""
+    (file,) = re.findall(rf"`records/({experiment}_h200_\w+\.jsonl)`", text)
+    return records.to_frame(chapters.read_run(experiment, file))

@@ -136,3 +136,14 @@ def headline(frame: pd.DataFrame, heads: int) -> str:
     lines = [["B", *columns], ["--:"] * (len(columns) + 1)]
     lines += [[str(batch), *(column[batch] for column in columns.values())] for batch in found.index]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def indexer_headline(frame: pd.DataFrame) -> str:
+    """The README's table of the indexer as Markdown, microseconds: batch 32 under a limit of 1M tokens."""
+    found = times(select(frame, B=32, next_n=1, max_len=frame["max_len"].max()), over="actual").dropna()
+    columns = {LOOKS[impl].label: found[impl].map(number) for impl in found} | {
+        "fallback / fused": (found["torch_fallback"] / found["fused"]).map(lambda x: f"{number(x)}x")
+    }
+    lines = [["real positions", *columns], ["--:"] * (len(columns) + 1)]
+    lines += [[f"{length:,}", *(column[length] for column in columns.values())] for length in found.index]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -33,12 +33,12 @@ COMPILED = "records/static/mqa_logits.json"
 """No such GPU has been measured: what the compiler makes without a spill, as many programs as an SM's shared memory
 holds."""
 
-SWEEP_H200 = "records/mqa_logits_sweep_h200_FILE.jsonl"
+MEASURED = "records/mqa_logits_h200_20261129T163042Z.jsonl"
 
 TABLE = {
     "sm_80": Choice(Config(4, 4, 3), Config(4, 4, 2), COMPILED),
     "sm_89": Choice(Config(4, 4, 2), Config(4, 4, 2), COMPILED),
-    "sm_90": Choice(Config(4, 3, 4), Config(4, 3, 2), SWEEP_H200),
+    "sm_90": Choice(Config(4, 3, 4), Config(4, 3, 2), MEASURED),
     "sm_120": Choice(Config(4, 4, 2), Config(4, 4, 2), COMPILED),
 }
 RELATIVE = {"sm_86": "sm_80", "sm_87": "sm_80", "sm_121": "sm_120"}

@@ -30,11 +30,11 @@ class Choice:
 COMPILED = "records/static/topk.json"
 """No such GPU has been measured: as on sm_90, where it compiles without a spill."""
 
-SWEEP_H200 = "records/topk_sweep_h200_FILE.jsonl"
+MEASURED = "records/topk_h200_20261129T163103Z.jsonl"
 
 _CONFIG = Config(8, 8, 2048, 4)
 TABLE = {arch: Choice(_CONFIG, COMPILED) for arch in ("sm_80", "sm_89", "sm_120")} | {
-    "sm_90": Choice(_CONFIG, SWEEP_H200)
+    "sm_90": Choice(_CONFIG, MEASURED)
 }
 RELATIVE = {"sm_86": "sm_80", "sm_87": "sm_80", "sm_121": "sm_120"}
 
