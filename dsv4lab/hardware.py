@@ -1,8 +1,11 @@
 """Peaks of the GPUs the lab knows, with their sources, and a look at the one that is here."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 KIB, MIB = 1024, 1024**2
 SM120_SHARED_MEMORY = 99 * KIB
@@ -120,6 +123,13 @@ def arch_key(capability: tuple[int, int]) -> str:
     """(9, 0) -> "sm_90", the key of config tables."""
     major, minor = capability
     return f"sm_{major}{minor}"
+
+
+def arch_entry(table: Mapping[str, T], arch: str, relatives: Mapping[str, str]) -> T:
+    """The entry of a config table for an architecture like "sm_120"; an unlisted one takes its nearest relative's."""
+    if (known := relatives.get(arch, arch)) not in table:
+        raise ValueError(f"no configuration for arch {arch!r}; the table has {', '.join(table)}")
+    return table[known]
 
 
 def probe() -> dict[str, Any] | None:

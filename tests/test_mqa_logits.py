@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dsv4lab import hardware, kv_cache, numerics
+from dsv4lab import hardware, kv_cache, numerics, peers
 from dsv4lab.kernels import mqa_logits as mqa
 from dsv4lab.kernels.launch import ColdKernel, frozen, is_warm
 from dsv4lab.kernels.rows import maxima_ints
@@ -329,11 +329,11 @@ def test_no_two_sets_or_rows_share_a_page():
 
 
 def test_deepgemm_says_why_it_cannot_run(monkeypatch):
-    monkeypatch.setattr(deepgemm, "find_spec", lambda name: None)
+    monkeypatch.setattr(peers, "find_spec", lambda name: None)
     assert deepgemm.unavailable().startswith("deep_gemm is not installed: pip install sgl-deep-gemm")
-    monkeypatch.setattr(deepgemm, "find_spec", lambda name: "found")
+    monkeypatch.setattr(peers, "find_spec", lambda name: "found")
     assert "not the build of sgl-deep-gemm" in deepgemm.unavailable()
-    monkeypatch.setattr(deepgemm, "version", lambda package: "0.1.3")
+    monkeypatch.setattr(peers, "version", lambda package: "0.1.3")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (12, 0))
     assert "sm_120" in deepgemm.unavailable()

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dsv4lab import numerics
+from dsv4lab import numerics, peers
 from dsv4lab.peers import PEERS, flashmla, peers_of, stock_simt
 
 PEER_MODULES = [pytest.param(peer, id=peer.IMPL) for peer in (flashmla, stock_simt)]
@@ -79,7 +79,8 @@ def test_every_rival_of_an_experiment_is_listed():
 
 @pytest.mark.parametrize("peer", PEER_MODULES)
 def test_unavailable_gives_the_reason_and_the_command(peer, monkeypatch):
-    monkeypatch.setattr(peer, "find_spec", lambda name: None)
+    for module in (peers, stock_simt):
+        monkeypatch.setattr(module, "find_spec", lambda name: None)
     assert "is not installed: pip install" in peer.unavailable()
     assert "\n" not in peer.unavailable()
 
@@ -93,7 +94,7 @@ def test_unavailable_gives_the_reason_and_the_command(peer, monkeypatch):
 )
 def test_unavailable_knows_which_gpus_run_it(peer, installed, capability, reason, site, monkeypatch):
     _write(site / installed, "")
-    monkeypatch.setattr(flashmla, "version", lambda package: "1.0.0")
+    monkeypatch.setattr(peers, "version", lambda package: "1.0.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "needs a CUDA GPU" in peer.unavailable()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -107,7 +108,7 @@ def test_another_flash_mla_is_not_mistaken_for_the_one_with_sm_90_kernels(site, 
     def unknown(package: str) -> str:
         raise PackageNotFoundError(package)
 
-    monkeypatch.setattr(flashmla, "version", unknown)
+    monkeypatch.setattr(peers, "version", unknown)
     _write(site / "flash_mla/__init__.py", "")
     assert "not the build of sgl-flash-mla" in flashmla.unavailable()
 

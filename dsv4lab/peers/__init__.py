@@ -11,7 +11,11 @@ One module a rival, each with
 """
 
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from types import ModuleType
+
+import torch
 
 PEERS = {"sparse_mla_decode": ("flashmla", "stock_simt"), "mqa_logits": ("deepgemm",)}
 
@@ -19,3 +23,19 @@ PEERS = {"sparse_mla_decode": ("flashmla", "stock_simt"), "mqa_logits": ("deepge
 def peers_of(experiment: str) -> list[ModuleType]:
     """The adapters to the rivals of `experiment`, importing nothing of the rivals themselves."""
     return [import_module(f"dsv4lab.peers.{name}") for name in PEERS.get(experiment, ())]
+
+
+def hopper_unavailable(name: str, module: str, package: str, known_for: str, install: str) -> str | None:
+    """Why a rival for sm_90 and sm_100 cannot run here, or None; `known_for` tells `package` from its namesakes."""
+    if find_spec(module) is None:
+        return f"{module} is not installed: {install}"
+    try:
+        version(package)
+    except PackageNotFoundError:
+        return f"{module} is not the build of {package}, {known_for}: {install}"
+    if not torch.cuda.is_available():
+        return f"{name} needs a CUDA GPU"
+    major, minor = torch.cuda.get_device_capability()
+    if major not in (9, 10):
+        return f"{name} has kernels for sm_90 and sm_100 only, this GPU is sm_{major}{minor}"
+    return None

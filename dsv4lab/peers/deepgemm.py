@@ -6,13 +6,14 @@ a kernel of its own, once in `prepare`: an engine pays that once a step, not onc
 
 import os
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
+from importlib.metadata import version
 from shutil import which
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from dsv4lab.peers import hopper_unavailable
 
 IMPL = "deepgemm"
 PACKAGE = "sgl-deep-gemm"
@@ -23,17 +24,8 @@ _PAGE, _HEADS = 64, (32, 64)
 
 def unavailable() -> str | None:
     """Why DeepGEMM cannot run here, in one line with the command that helps, or None."""
-    if find_spec("deep_gemm") is None:
-        return f"deep_gemm is not installed: {INSTALL}"
-    try:
-        version(PACKAGE)
-    except PackageNotFoundError:
-        return f"deep_gemm is not the build of {PACKAGE}, whose calls this adapter knows: {INSTALL}"
-    if not torch.cuda.is_available():
-        return "DeepGEMM needs a CUDA GPU"
-    major, minor = torch.cuda.get_device_capability()
-    if major not in (9, 10):
-        return f"DeepGEMM has kernels for sm_90 and sm_100 only, this GPU is sm_{major}{minor}"
+    if reason := hopper_unavailable("DeepGEMM", "deep_gemm", PACKAGE, "whose calls this adapter knows", INSTALL):
+        return reason
     if which("nvcc") is None and "CUDA_HOME" not in os.environ:
         return "DeepGEMM compiles with nvcc, which is not on PATH: install the CUDA toolkit or set CUDA_HOME"
     return None

@@ -7,13 +7,13 @@ per layer, and metadata made inside a capture would be made again by every repla
 """
 
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
+from importlib.metadata import version
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn.functional import pad
+
+from dsv4lab.peers import hopper_unavailable
 
 IMPL = "flashmla"
 LSE_INCLUDES_SINK = False
@@ -26,18 +26,7 @@ _INDEX_MULTIPLE = 64
 
 def unavailable() -> str | None:
     """Why FlashMLA cannot run here, in one line with the command that helps, or None."""
-    if find_spec("flash_mla") is None:
-        return f"flash_mla is not installed: {INSTALL}"
-    try:
-        version(PACKAGE)
-    except PackageNotFoundError:
-        return f"flash_mla is not the build of {PACKAGE}, which has the legacy sm_90 kernels: {INSTALL}"
-    if not torch.cuda.is_available():
-        return "FlashMLA needs a CUDA GPU"
-    major, minor = torch.cuda.get_device_capability()
-    if major not in (9, 10):
-        return f"FlashMLA has kernels for sm_90 and sm_100 only, this GPU is sm_{major}{minor}"
-    return None
+    return hopper_unavailable("FlashMLA", "flash_mla", PACKAGE, "which has the legacy sm_90 kernels", INSTALL)
 
 
 def kernel_heads(heads: int) -> int:

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from dsv4lab.hardware import arch_entry
+
 
 @dataclass(frozen=True)
 class Config:
@@ -55,6 +57,4 @@ SWEEP = (
 
 def choose(arch: str) -> Choice:
     """The table's entry for an architecture like "sm_120"; an unlisted one takes its nearest relative's."""
-    if RELATIVE.get(arch, arch) not in TABLE:
-        raise ValueError(f"no configuration for arch {arch!r}; the table has {', '.join(TABLE)}")
-    return TABLE[RELATIVE.get(arch, arch)]
+    return arch_entry(TABLE, arch, RELATIVE)

@@ -5,6 +5,8 @@ A plan depends on shapes alone, so a captured graph stays right whatever lengths
 
 from dataclasses import dataclass
 
+from dsv4lab.hardware import arch_entry
+
 
 @dataclass(frozen=True)
 class Config:
@@ -146,9 +148,7 @@ class Plan:
 
 def buckets(arch: str) -> tuple[Bucket, ...]:
     """The table of an architecture like "sm_120"; an unlisted one takes its nearest relative's."""
-    if RELATIVE.get(arch, arch) not in TABLE:
-        raise ValueError(f"no configuration for arch {arch!r}; the table has {', '.join(TABLE)}")
-    return TABLE[RELATIVE.get(arch, arch)]
+    return arch_entry(TABLE, arch, RELATIVE)
 
 
 def choose(arch: str, heads: int, rows: int) -> Bucket:

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from dsv4lab.hardware import arch_entry
+
 MAX_K = 2048
 
 
@@ -46,9 +48,7 @@ SWEEP = (
 
 def choose(arch: str) -> Choice:
     """The table's entry for an architecture like "sm_120"; an unlisted one takes its nearest relative's."""
-    if RELATIVE.get(arch, arch) not in TABLE:
-        raise ValueError(f"no configuration for arch {arch!r}; the table has {', '.join(TABLE)}")
-    return TABLE[RELATIVE.get(arch, arch)]
+    return arch_entry(TABLE, arch, RELATIVE)
 
 
 def list_length(k: int) -> int:
