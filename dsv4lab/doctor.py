@@ -112,18 +112,20 @@ def _kernels(gpu: dict | None) -> Iterator[Finding]:
     arch = hardware.arch_key(gpu["capability"]) if gpu else CAMPAIGN_ARCH
     if gpu is None:
         yield Finding("configs", f"none, kernels are interpreted; on the campaign's {arch} they would be")
-    for module in (module for module in modules if hasattr(module, "describe")):
-        yield from (Finding("configs", text) for text in _configs(module, arch))
+    for module in modules:
+        if getattr(getattr(module, "describe", None), "__module__", "") == module.__name__:  # not another's, passed on
+            yield from (Finding("configs", text) for text in _configs(module, arch))
     for experiment, peer in found:
         why, _, command = (peer.unavailable() or "available").partition(": ")
         yield Finding("peer", f"{peer.IMPL} for {experiment}: {why}", command)
 
 
 def _configs(module: ModuleType, arch: str) -> list[str]:
+    name = module.__name__.rpartition(".")[2]
     try:
-        return module.describe(arch)
+        return [f"{name}: {text}" for text in module.describe(arch)]
     except (LookupError, ValueError):
-        return [f"{module.__name__.rpartition('.')[2]} has none for {arch}: give config= in the call"]
+        return [f"{name} has none for {arch}: give config= in the call"]
 
 
 def _records() -> Iterator[Finding]:

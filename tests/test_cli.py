@@ -172,7 +172,9 @@ def test_doctor_sees_a_torch_that_does_not_load(monkeypatch):
     assert "libcudart.so.13" in finding.text
 
 
-@pytest.mark.parametrize(("capability", "says"), [((9, 0), "split_k"), ((7, 0), "sparse_mla has none for sm_70")])
+@pytest.mark.parametrize(
+    ("capability", "says"), [((9, 0), "sparse_mla: split_k"), ((7, 0), "sparse_mla has none for sm_70")]
+)
 def test_doctor_names_the_configs_of_the_gpu(capability, says):
     texts = [found.text for found in doctor._kernels(H200 | {"capability": capability}) if found.subject == "configs"]
     assert any(text.startswith(says) for text in texts)
