@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4lab.hardware import arch_key
 from dsv4lab.kernels import mqa_logits, sparse_mla, topk
+from dsv4lab.kernels.launch import target
 from dsv4lab.kernels.sparse_mla.plans import buckets
 from dsv4lab.model import DSV4_FLASH
 
@@ -47,10 +47,8 @@ def workspace_numel(arch: str, sms: int) -> int:
 def _workspace(device: torch.device) -> Tensor | None:
     """One for all calls of a process: they follow each other on one stream. None while a graph is captured without."""
     if device not in _workspaces and device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-        properties = torch.cuda.get_device_properties(device)
-        numel = workspace_numel(arch_key((properties.major, properties.minor)), properties.multi_processor_count)
         with torch.inference_mode(False):
-            _workspaces[device] = torch.empty(numel, device=device)
+            _workspaces[device] = torch.empty(workspace_numel(*target(device)), device=device)
     return _workspaces.get(device)
 
 

@@ -27,8 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4lab.hardware import arch_key
-from dsv4lab.kernels.launch import launch
+from dsv4lab.kernels.launch import launch, target
 from dsv4lab.kernels.sparse_mla import checks
 from dsv4lab.kernels.sparse_mla.cases import (
     CASES,
@@ -86,13 +85,6 @@ _LOG2E = 1.4426950408889634
 _INTERPRETED = triton.knobs.runtime.interpret
 
 
-@functools.cache
-def _device(index: int) -> tuple[str, int]:
-    """Architecture and SM count of a CUDA device."""
-    properties = torch.cuda.get_device_properties(index)
-    return arch_key((properties.major, properties.minor)), properties.multi_processor_count
-
-
 def plan(
     rows: int, heads: int, widths: tuple[int, ...], *, impl: str = "split_k", arch: str, sms: int,
     config: Config | None = None,
@@ -106,7 +98,7 @@ def plan(
 def plan_for(call: Inputs, impl: str = "split_k", config: Config | None = None) -> Plan:
     """The plan of a call on the device it lies on; interpreted calls are planned as on an H200."""
     q, extra = call.q, call.extra_indices_in_kvcache
-    arch, sms = _device(q.device.index) if q.is_cuda else ("sm_90", 132)
+    arch, sms = target(q.device) if q.is_cuda else ("sm_90", 132)
     widths = call.indices.shape[-1], 0 if extra is None else extra.shape[-1]
     return plan(q.shape[0] * q.shape[1], q.shape[2], widths, impl=impl, arch=arch, sms=sms, config=config)
 
