@@ -258,3 +258,25 @@ def _refuse(good: Tensor, name: str, slots: Tensor, values: Tensor, what: str) -
     if bad := (~good).nonzero().tolist():
         slot, value = slots[tuple(bad[0][:-1])].item(), values[tuple(bad[0])].item()
         raise ValueError(f"{name} cache, slot {slot}: {value:.4g} is a {what}: never written, or another layout")
+
+
+def check_pages(
+    name: str, cache: Tensor, token_bytes: int, device: torch.device, page_sizes: tuple[int, ...] = ()
+) -> None:
+    """ValueError unless a kernel can read `cache` on `device`: a view [pages, page, 1, token_bytes] of one-byte values,
+    its pages apart and at multiples of 16 bytes; page one of `page_sizes`, or any."""
+    known = not page_sizes or (cache.ndim == 4 and cache.shape[1] in page_sizes)
+    if cache.element_size() != 1 or cache.ndim != 4 or cache.shape[2:] != (1, token_bytes) or not known:
+        raise ValueError(
+            f"{name} must be uint8 or float8_e4m3fn [pages, page, 1, {token_bytes}]"
+            f"{f' with page one of {page_sizes}' if page_sizes else ''}, got {cache.dtype} {tuple(cache.shape)}"
+        )
+    if cache.device != device:
+        raise ValueError(f"{name} must be on {device} like q, got {cache.device}")
+    stride, page_bytes = cache.stride(0), cache.shape[1] * token_bytes
+    if cache.shape[0] > 1 and stride < page_bytes:
+        raise ValueError(f"{name}.stride(0) must be at least {page_bytes} bytes, got {stride}")
+    if stride % 16 or cache.data_ptr() % 16:
+        raise ValueError(
+            f"{name} must have pages at multiples of 16 bytes, got stride {stride} at {cache.data_ptr():#x}"
+        )

@@ -2,7 +2,6 @@
 
 import ast
 import hashlib
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from types import ModuleType
 import torch
 
 from dsv4lab import kernels, timing
+from dsv4lab.files import without_folders
 from dsv4lab.records import Environment, Git
 
 _PACKAGE = Path(__file__).resolve().parent
@@ -59,7 +59,7 @@ def kernel_hash(module: ModuleType) -> str:
 
 def command_line() -> list[str]:
     """`sys.argv` with absolute paths cut to their last part: records are published."""
-    return [re.sub(r"(?<![\w.])[/~][^\s=,]*/", "", argument) for argument in sys.argv]
+    return [without_folders(argument) for argument in sys.argv]
 
 
 def _kernel_imports(source: bytes) -> Iterator[str]:

@@ -7,7 +7,6 @@ holds what others reported, `Reported` rows and `Claim`s about them: other model
 import re
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
-from os import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -24,6 +23,7 @@ from pydantic import (
     model_validator,
 )
 
+from dsv4lab.files import write_atomically
 from dsv4lab.roofline import Work
 
 _ABSOLUTE_PATH = re.compile(r"(?<![\w./)\]])/[\w.~-]|[A-Za-z]:\\")
@@ -207,9 +207,7 @@ def write(records: Sequence[Record], experiment: str, directory: Path | str | No
     path = directory / f"{experiment}_{gpus.pop()}_{datetime.now(UTC):%Y%m%dT%H%M%SZ}.jsonl"
     if path.exists():
         raise FileExistsError(f"{path.name} exists already: records are never rewritten")
-    part = path.with_suffix(".part")
-    part.write_text("".join(record.model_dump_json(by_alias=True) + "\n" for record in records), encoding="utf-8")
-    replace(part, path)
+    write_atomically(path, "".join(record.model_dump_json(by_alias=True) + "\n" for record in records))
     return path
 
 

@@ -20,6 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from dsv4lab import records
+from dsv4lab.files import write_atomically
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
@@ -109,9 +110,7 @@ def main() -> None:
     found = {"triton": triton.__version__, "cards": cards(stem)}
     target = path(stem)
     target.parent.mkdir(exist_ok=True)
-    beside = target.with_suffix(".new")
-    beside.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    beside.rename(target)
+    write_atomically(target, json.dumps(found, indent=1) + "\n")
     print(target)
 
 

@@ -91,7 +91,7 @@ def test_write_never_overwrites(tmp_path, monkeypatch, clock):
 
 
 def test_write_leaves_nothing_half_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(records, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
         records.write([record()], "sparse_mla_decode", tmp_path)
     with pytest.raises(FileNotFoundError, match="no records of experiment 'sparse_mla_decode'"):

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from dsv4lab.notebooks.results import GOOD, Outcome, Report, write_text
+from dsv4lab.files import write_atomically
+from dsv4lab.notebooks.results import GOOD, Outcome, Report
 
 TEMPLATE = "report.html.j2"
 
@@ -20,8 +21,8 @@ def line(outcome: Outcome) -> str:
 
 def write(report: Report, out: Path, figures: Iterable[Path]) -> None:
     """Writes both pages into the folder `out`, each whole or not at all, the SVG `figures` embedded."""
-    write_text(out / "results.json", report.model_dump_json(indent=2) + "\n")
-    write_text(out / "index.html", _html(report, figures))
+    write_atomically(out / "results.json", report.model_dump_json(indent=2) + "\n")
+    write_atomically(out / "index.html", _html(report, figures))
 
 
 def _html(report: Report, figures: Iterable[Path]) -> str:

@@ -7,6 +7,8 @@ from typing import Any, Literal, NoReturn
 
 from pydantic import BaseModel, ConfigDict
 
+from dsv4lab.files import write_atomically
+
 RESULT_VARIABLE = "DSV4LAB_RESULT"
 """Names the file that `finish` and `skip` write. Set by the runner alone: elsewhere nothing is written."""
 
@@ -104,13 +106,6 @@ def skip(reason: str) -> NoReturn:
     raise Skipped(reason)
 
 
-def write_text(path: Path, text: str) -> None:
-    """Writes beside `path`, then renames: a reader sees the old file or the new one, never half of one."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(path)
-
-
 def _record(result: Result) -> None:
     if path := os.environ.get(RESULT_VARIABLE):
-        write_text(Path(path), result.model_dump_json())
+        write_atomically(Path(path), result.model_dump_json())

@@ -24,7 +24,8 @@ from papermill.execute import remove_error_markers
 from pydantic import BaseModel, ConfigDict
 from traitlets import default
 
-from dsv4lab.notebooks.results import Skipped, Verdict, write_text
+from dsv4lab.files import write_atomically
+from dsv4lab.notebooks.results import Skipped, Verdict
 
 
 class Request(BaseModel):
@@ -109,7 +110,7 @@ def to_html(request: Request) -> None:
     os.environ["JUPYTER_PATH"] = os.pathsep.join(filter(None, [os.environ.get("JUPYTER_PATH"), str(beside)]))
     exporter = nbconvert.HTMLExporter()
     html, _ = exporter.from_notebook_node(notebook, {"metadata": {"name": request.notebook.stem}})
-    write_text(_executed(request).with_suffix(".html"), html)
+    write_atomically(_executed(request).with_suffix(".html"), html)
 
 
 def main() -> None:
@@ -121,7 +122,7 @@ def main() -> None:
         ended = execute(request)
     except KeyboardInterrupt:  # the kernel is down by now; asyncio would only complain of its unfinished tasks
         os._exit(128 + signal.SIGINT)
-    write_text(request.folder / "ended.json", ended.model_dump_json())
+    write_atomically(request.folder / "ended.json", ended.model_dump_json())
     to_html(request)
 
 

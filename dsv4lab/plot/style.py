@@ -2,11 +2,12 @@
 
 from contextlib import AbstractContextManager
 from io import BytesIO
-from os import replace
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
+
+from dsv4lab.files import write_atomically
 
 STYLE = Path(__file__).with_name("dsv4lab.mplstyle")
 FORMATS = {"svg": {"Date": None, "Creator": None}, "png": {"Software": None}}
@@ -42,7 +43,5 @@ def _rendered(figure: Figure, kind: str) -> bytes:
 
 def _write_changed(path: Path, content: bytes) -> Path:
     if not path.is_file() or path.read_bytes() != content:
-        part = path.with_name(f"{path.name}.part")
-        part.write_bytes(content)
-        replace(part, path)
+        write_atomically(path, content)
     return path

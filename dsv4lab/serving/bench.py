@@ -7,7 +7,6 @@ which all of them decoded. More than 1% of failures make a run invalid; one with
 
 import asyncio
 import json
-import re
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -17,6 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from dsv4lab import records
+from dsv4lab.files import without_folders
 from dsv4lab.records import Clocks, Environment, Git, Record
 from dsv4lab.serving import http, launch, load, receipts, server_log, settings
 from dsv4lab.serving.load import Outcome, Shape
@@ -30,7 +30,6 @@ _KEPT = (
     "disable_cuda_graph", "disable_radix_cache", "enable_torch_compile", "attention_backend", "moe_runner_backend",
     "fp8_gemm_runner_backend", "speculative_algorithm", "speculative_num_steps", "speculative_num_draft_tokens",
 )  # fmt: skip
-_FOLDERS = re.compile(r"(?<![\w.])[/~][^\s=,\"']*/")
 
 
 class WrongServer(ValueError):
@@ -252,7 +251,7 @@ def _local(value: Any) -> Any:
         return {name: _local(item) for name, item in value.items()}
     if isinstance(value, list):
         return [_local(item) for item in value]
-    return _FOLDERS.sub("", value) if isinstance(value, str) else value
+    return without_folders(value) if isinstance(value, str) else value
 
 
 def _provenance() -> tuple[Environment, Git, list[str]]:

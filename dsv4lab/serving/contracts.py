@@ -16,6 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from zipfile import ZipFile
 
+from dsv4lab.files import write_atomically
 from dsv4lab.serving import releases
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
@@ -172,9 +173,7 @@ def main() -> None:
     for wheel in wheels:
         found = snapshot(wheel)
         target = SNAPSHOTS / f"{found['version']}.json"
-        beside = target.with_suffix(".new")
-        beside.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-        beside.rename(target)
+        write_atomically(target, json.dumps(found, indent=1) + "\n")
         print(target.name)
 
 

@@ -20,6 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from dsv4lab.files import write_atomically
+
 API_KEY = "DSV4LAB_API_KEY"
 SECRET = "secret.yaml"
 """The file beside the log through which the server learns the API key; it goes when the server does."""
@@ -82,12 +84,6 @@ def boot_id() -> str:
 
 def one_line(text: str) -> str:
     return " ".join(text.split())
-
-
-def write_atomically(path: Path, text: str) -> None:
-    part = path.with_suffix(".part")
-    part.write_text(text, encoding="utf-8")
-    part.replace(path)
 
 
 def send(number: int, found: list[Process]) -> None:

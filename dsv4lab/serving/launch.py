@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from dsv4lab import __version__
+from dsv4lab.files import write_atomically
 from dsv4lab.serving import arguments, guard, http, machine, presets, receipts, server_log, settings, synthetic
 from dsv4lab.serving.presets import Preset
 from dsv4lab.serving.settings import Setting
@@ -153,7 +154,7 @@ class Server:
         self.argv = argv
         make_plugin_known(self.run / _METADATA)
         started = {"preset": config.preset, "hooks": str(config.hooks), "argv": argv}
-        guard.write_atomically(self.run / STARTED, json.dumps(started, indent=1))
+        write_atomically(self.run / STARTED, json.dumps(started, indent=1))
         for old in (self.run / "receipts").glob("*.json"):
             old.unlink()
         try:
@@ -253,8 +254,8 @@ def make_plugin_known(folder: Path) -> None:
         place = folder / f"{PLUGIN}-{__version__}.dist-info"
         place.mkdir(parents=True, exist_ok=True)
         text = f"Metadata-Version: 2.1\nName: {PLUGIN}\nVersion: {__version__}\n"
-        guard.write_atomically(place / "METADATA", text)
-        guard.write_atomically(place / "entry_points.txt", f"[{group}]\n{entry}\n")
+        write_atomically(place / "METADATA", text)
+        write_atomically(place / "entry_points.txt", f"[{group}]\n{entry}\n")
 
 
 def state_file(port: int) -> Path:

@@ -11,6 +11,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from dsv4lab.files import write_atomically
+
 VARIABLE = "DSV4LAB_RECEIPTS"
 
 
@@ -31,9 +33,7 @@ def write(receipt: Receipt) -> None:
     """Leaves `receipt` in the folder that the environment names, whole or not at all; without one, nothing."""
     if folder := os.environ.get(VARIABLE):
         path = Path(folder) / f"{receipt.kind}_{receipt.hook}_{receipt.pid}.json"
-        part = path.with_suffix(".part")
-        part.write_text(receipt.model_dump_json(), encoding="utf-8")
-        part.replace(path)
+        write_atomically(path, receipt.model_dump_json())
 
 
 def read(folder: Path) -> list[Receipt]:

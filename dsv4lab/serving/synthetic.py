@@ -6,8 +6,8 @@ SGLang fills the weights with `--load-format dummy`: good to measure speed with,
 import json
 from pathlib import Path
 
+from dsv4lab.files import write_atomically
 from dsv4lab.model import DSV4_FLASH
-from dsv4lab.serving.guard import write_atomically
 
 _FROM_MODEL = (
     "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "q_lora_rank",

@@ -22,7 +22,7 @@ def check_call(call: Inputs, clean_logits: bool) -> None:
         raise ValueError(f"q must have next_n 1 to 6 and H one of {_FEW}, got {list(q.shape)}")
     if any(stride % 16 for stride in q.stride()[:3]) or q.data_ptr() % 16:
         raise ValueError(f"q must have heads at multiples of 16 bytes, got strides {q.stride()} at {q.data_ptr():#x}")
-    _check_cache(cache, q.device)
+    kv_cache.check_pages("kv_cache", cache, TOKEN_BYTES, q.device, _FEW)
     if weights.dtype != torch.float32 or weights.shape != (B * next_n, H) or weights.stride(1) != 1:
         raise ValueError(
             f"weights must be float32 [{B * next_n}, {H}] with a dense last dimension, got {weights.dtype} "
@@ -41,24 +41,6 @@ def check_call(call: Inputs, clean_logits: bool) -> None:
         raise ValueError(f"max_context_len must be an int in 0..2**31 - 1, got {call.max_context_len!r}")
     if clean_logits:
         raise ValueError(f"clean_logits must be False: past a query's keys nothing is written; got {clean_logits}")
-
-
-def _check_cache(cache: Tensor, device: torch.device) -> None:
-    shaped = cache.ndim == 4 and cache.shape[1] in _FEW and cache.shape[2:] == (1, TOKEN_BYTES)
-    if cache.element_size() != 1 or not shaped:
-        raise ValueError(
-            f"kv_cache must be uint8 or float8_e4m3fn [pages, page, 1, {TOKEN_BYTES}] with page one of {_FEW}, "
-            f"got {cache.dtype} {list(cache.shape)}"
-        )
-    if cache.device != device:
-        raise ValueError(f"kv_cache must be on {device} like q, got {cache.device}")
-    stride, page_bytes = cache.stride(0), cache.shape[1] * TOKEN_BYTES
-    if cache.shape[0] > 1 and stride < page_bytes:
-        raise ValueError(f"kv_cache.stride(0) must be at least {page_bytes} bytes, got {stride}")
-    if stride % 16 or cache.data_ptr() % 16:
-        raise ValueError(
-            f"kv_cache must have pages at multiples of 16 bytes, got stride {stride} at {cache.data_ptr():#x}"
-        )
 
 
 def check_out(call: Inputs, out: Tensor) -> None:

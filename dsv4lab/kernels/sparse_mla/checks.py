@@ -3,26 +3,10 @@
 import torch
 from torch import Tensor
 
+from dsv4lab import kv_cache
 from dsv4lab.kernels.sparse_mla.cases import HEAD_DIM, TOKEN_BYTES, Inputs
 
 IMPLEMENTATIONS = ("simt", "mma", "split_k")
-
-
-def _check_cache(name: str, cache: Tensor, device: torch.device) -> None:
-    if cache.device != device:
-        raise ValueError(f"{name} must be on {device} like q, got {cache.device}")
-    if cache.element_size() != 1 or cache.ndim != 4 or cache.shape[2:] != (1, TOKEN_BYTES):
-        raise ValueError(
-            f"{name} must be uint8 or float8_e4m3fn [pages, page, 1, {TOKEN_BYTES}], "
-            f"got {cache.dtype} {tuple(cache.shape)}"
-        )
-    stride, page_bytes = cache.stride(0), cache.shape[1] * TOKEN_BYTES
-    if cache.shape[0] > 1 and stride < page_bytes:
-        raise ValueError(f"{name}.stride(0) must be at least {page_bytes} bytes, got {stride}")
-    if stride % 16 or cache.data_ptr() % 16:
-        raise ValueError(
-            f"{name} must have pages at multiples of 16 bytes, got stride {stride} at {cache.data_ptr():#x}"
-        )
 
 
 def _check_indices(name: str, indices: Tensor, length_name: str, length: Tensor | None, q: Tensor) -> None:
@@ -50,14 +34,14 @@ def check_call(call: Inputs, impl: str) -> None:
         )
     if not (1 <= q.shape[1] <= 4 and q.shape[2] >= 1):
         raise ValueError(f"q must have 1 to 4 query tokens and at least one head, got {tuple(q.shape)}")
-    _check_cache("k_cache", call.k_cache, q.device)
+    kv_cache.check_pages("k_cache", call.k_cache, TOKEN_BYTES, q.device)
     _check_indices("indices", call.indices, "topk_length", call.topk_length, q)
     if (call.extra_k_cache is None) != (call.extra_indices_in_kvcache is None):
         raise ValueError("extra_k_cache and extra_indices_in_kvcache must be given together")
     if call.extra_k_cache is None and call.extra_topk_length is not None:
         raise ValueError("extra_topk_length needs extra_k_cache, got None")
     if call.extra_k_cache is not None:
-        _check_cache("extra_k_cache", call.extra_k_cache, q.device)
+        kv_cache.check_pages("extra_k_cache", call.extra_k_cache, TOKEN_BYTES, q.device)
         names = "extra_indices_in_kvcache", "extra_topk_length"
         _check_indices(names[0], call.extra_indices_in_kvcache, names[1], call.extra_topk_length, q)
     sink = call.attn_sink

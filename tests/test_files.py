@@ -1,0 +1,38 @@
+"""Whole files, and text without folders."""
+
+from pathlib import Path
+
+import pytest
+
+from dsv4lab import files
+
+
+@pytest.mark.parametrize("content", ["µs\n", b"\x00\xff"])
+def test_a_file_is_replaced_whole(tmp_path, content):
+    path = tmp_path / "a.txt"
+    path.write_text("old")
+    files.write_atomically(path, content)
+    assert path.read_bytes() == (content.encode() if isinstance(content, str) else content)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_cannot_be_finished_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "a.txt"
+    path.write_text("old")
+    monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        files.write_atomically(path, "new")
+    assert path.read_text() == "old"
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("--out=/home/me/x", "--out=x"),
+        ("~/lab/run.py -v", "run.py -v"),
+        ("'/opt/a/b'", "'b'"),
+        ("a/b, 1/2", "a/b, 1/2"),
+    ],
+)
+def test_folders_are_cut_from_text(text, left):
+    assert files.without_folders(text) == left
