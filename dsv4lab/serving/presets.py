@@ -29,7 +29,7 @@ class Preset:
 _BLACKWELL = ("--moe-runner-backend", "marlin", "--fp8-gemm-backend", "triton")
 _SYNTHETIC = (
     "--load-format", "dummy", "--skip-tokenizer-init", "--skip-server-warmup", "--disable-radix-cache",
-    "--sampling-backend", "pytorch", "--max-running-requests", "64",
+    "--sampling-backend", "pytorch", "--max-running-requests", "64", "--cuda-graph-max-bs", "64",
     "--mem-fraction-static", "0.7", "--chunked-prefill-size", "2048",
 )  # fmt: skip
 _TRITON_GEMM = ("--fp8-gemm-backend", "triton", "--moe-runner-backend", "triton")
@@ -79,6 +79,10 @@ STAGES = {
     "stock": _stage("Per-head SIMT attention and the torch indexer over the maximum context.", _on_path()),
     "mma": _stage("Attention on tensor cores, one block of heads a program.", _on_path(attention="mma")),
     "split_k": _stage("The same with each row's positions split.", _on_path(attention="split_k")),
+    "bf16": _stage(
+        "And what was forced to FP32 in bf16: the torch indexer's product and MHC-pre.",
+        _on_path(attention="split_k", indexer="torch_bf16", mhc="bf16"),
+    ),
     "compile": _stage("torch.compile on top, first attempt.", _on_path(attention="split_k"), _COMPILE),
     "compile_nographs": _stage(
         "Second attempt: Inductor's own graphs off.",
@@ -89,6 +93,10 @@ STAGES = {
     "indexer": _stage(
         "All fixes, uncapped: attention, logits and top-k at a cost that follows the real length.",
         _on_path(attention="split_k", indexer="triton", topk="triton"),
+    ),
+    "indexer_ctx8192": _stage(
+        "The same with the context capped to 8,192 tokens: what the cap still buys.",
+        _on_path(attention="split_k", indexer="triton", topk="triton"), context_length=8192,
     ),
     "native": Preset(
         "SGLang's own path for this GPU, with the GEMM and MoE backends of the stages.",
