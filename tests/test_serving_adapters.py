@@ -105,3 +105,49 @@ def test_logits_and_selection_meet_with_and_without_shared_maxima(index_call):
     torch_slots, _ = indexed(index_call, "torch_fallback", maxima=False, column=True)
     assert (torch_slots >= 0).sum(1).tolist() == index_call.context_lens.clamp(max=512).tolist()
     assert (slots >= 0).sum(1).tolist() == index_call.context_lens.clamp(max=512).tolist()
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_mhc_pre_is_sglangs_but_for_its_product(rows):
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, 4, 256, generator=generator).to(torch.bfloat16)
+    weight, scale, base = (torch.randn(shape, generator=generator) for shape in ((24, 1024), (3,), (24,)))
+    layer = types.SimpleNamespace(rms_norm_eps=1e-6, hc_mult=4, hc_sinkhorn_iters=20, hc_eps=1e-6)
+    seen = []
+
+    def sinkhorn(mixes, *rest):
+        seen.append((mixes, rest))
+        return mixes[..., :4].softmax(-1), mixes[..., 4:8], mixes[..., 8:].unflatten(-1, (4, 4))
+
+    ours = adapters.mhc_pre(lambda: sinkhorn)
+    y, post, comb, fused = ours(lambda *_: pytest.fail("the original"), layer, x, weight, scale, base, norm=None)
+    flat = x.flatten(1).double()
+    rms = torch.rsqrt(flat.square().mean(-1, keepdim=True) + 1e-6)
+    mixes = flat @ weight.to(torch.bfloat16).double().T * rms
+    torch.testing.assert_close(seen[0][0], mixes.float().unsqueeze(1), rtol=1e-4, atol=1e-4)
+    assert seen[0][1] == (scale, base, 4, 20, 1e-6)
+    expected = (mixes[:, :4].softmax(-1).unsqueeze(-1) * x.double()).sum(1)
+    torch.testing.assert_close(y.double(), expected, rtol=1e-2, atol=1e-2)
+    assert (y.dtype, post.shape, comb.shape, fused) == (torch.bfloat16, (rows, 4), (rows, 4, 4), False)
+    ours(None, layer, x, weight, scale, base)
+    assert weight.bf16.dtype == torch.bfloat16 and weight.dtype == torch.float32
+
+
+def test_an_empty_batch_goes_to_sglangs_own_mhc_pre():
+    original = lambda layer, x, *rest, **more: ("original", layer, more)  # noqa: E731
+    ours = adapters.mhc_pre(lambda: pytest.fail("nothing to mix"))
+    assert ours(original, "layer", torch.empty(0, 4, 256), None, None, None, norm=1) == (
+        "original",
+        "layer",
+        {"norm": 1},
+    )
+
+
+def test_the_torch_indexers_differ_in_their_products_alone(index_call):
+    given = vars(index_call)
+    calls = [adapters.indexer(impl, maxima=False) for impl in ("torch_fallback", "torch_bf16")]
+    arguments = [given[name] for name in ("q", "kv_cache", "weights", "context_lens", "block_table")]
+    exact, rounded = (call(*arguments, None, index_call.max_context_len) for call in calls)
+    seen = exact > -INF
+    assert torch.equal(seen, rounded > -INF) and not torch.equal(exact, rounded)
+    torch.testing.assert_close(rounded[seen], exact[seen], rtol=5e-2, atol=5e-2 * exact[seen].std().item())

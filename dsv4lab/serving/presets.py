@@ -55,7 +55,7 @@ PRESETS = {
     "h200": Preset("One H200 through SGLang's own Hopper path, no hook: the mark to beat.", arch="sm_90"),
     "synthetic": Preset(
         "Six layers of the true dimensions with dummy weights, all our kernels, on any one GPU: nothing is downloaded.",
-        Setting("split_k", "triton", "triton", _FORCED), context_length=1_048_576,
+        Setting("split_k", "triton", "triton", sm120_path=_FORCED), context_length=1_048_576,
         flags=_SYNTHETIC + _TRITON_GEMM, environment=_FP8_EXPERTS | _NO_DEEPGEMM, layers=6,
     ),
 }  # fmt: skip
