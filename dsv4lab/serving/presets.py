@@ -40,6 +40,7 @@ _FP8_EXPERTS = {
     "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1",
     "HF_HUB_OFFLINE": "1",
 }
+_DEEPGEMM_AS_NEEDED = {"SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0"}  # else it compiles for every batch size there could be
 _NO_DEEPGEMM = {"SGLANG_ENABLE_JIT_DEEPGEMM": "0"}
 
 PRESETS = {
@@ -100,11 +101,12 @@ STAGES = {
     ),
     "native": Preset(
         "SGLang's own path for this GPU, with the GEMM and MoE backends of the stages.",
-        context_length=1_048_576, flags=_SYNTHETIC + _TRITON_GEMM, environment=_FP8_EXPERTS, layers=6,
+        context_length=1_048_576, flags=_SYNTHETIC + _TRITON_GEMM, environment=_FP8_EXPERTS | _DEEPGEMM_AS_NEEDED,
+        layers=6,
     ),
     "native_auto": Preset(
         "SGLang's own path and choices throughout.",
-        context_length=1_048_576, flags=_SYNTHETIC, environment=_FP8_EXPERTS, layers=6,
+        context_length=1_048_576, flags=_SYNTHETIC, environment=_FP8_EXPERTS | _DEEPGEMM_AS_NEEDED, layers=6,
     ),
 }  # fmt: skip
 
