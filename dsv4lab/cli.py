@@ -1,4 +1,4 @@
-"""The command line: `dsv4lab run | measure | serve | bench | campaign | doctor`, thin skins over the package.
+"""The command line: `dsv4lab run | measure | profile | serve | bench | campaign | doctor`, thin skins over the package.
 
 What the user got wrong is one line on stderr and exit status 2; what went wrong in the lab is exit status 1.
 """
@@ -6,12 +6,13 @@ What the user got wrong is one line on stderr and exit status 2; what went wrong
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 from tyro.conf import Positional, UseAppendAction, arg
 
 from dsv4lab import hardware
+from dsv4lab.files import write_atomically
 from dsv4lab.notebooks.results import UsageError
 
 INTERRUPTED = 130
@@ -102,6 +103,48 @@ def measure(
     except (ValueError, OSError) as error:
         raise UsageError(str(error)) from error
     print(f"recorded: {path}")
+    return 0
+
+
+@app.command
+def profile(
+    trace: Annotated[Positional[Path], arg(metavar="TRACE")],
+    other: Annotated[Positional[Path | None], arg(metavar="[TRACE2]", help_behavior_hint="")] = None,
+    /,
+    *,
+    by: Literal["family", "kernel", "op", "shape", "stream", "step"] = "family",
+    rules: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None,
+    json: Annotated[Path | None, arg(metavar="OUT", help_behavior_hint="")] = None,
+    reduce: Annotated[Path | None, arg(metavar="OUT", help_behavior_hint="")] = None,
+) -> int:
+    """Say where the GPU time of a trace goes, and which line of Python it came from.
+
+    Example: dsv4lab profile decode.pt.trace.json.gz --by shape
+
+    Args:
+        trace: Of torch.profiler (JSON, plain or .gz), of Nsight Systems (sqlite export), or a reduced one; or a folder
+            with a file for each rank.
+        other: A second one, to be compared with the first.
+        by: What a row of the table is.
+        rules: A file of family rules (TOML, as dsv4lab/trace/families.toml) that go before the lab's own.
+        json: File for every table, times in nanoseconds.
+        reduce: File for the events alone, NAME.trace.jsonl.gz: some 12 bytes an event, read like the trace itself.
+    """
+    from dsv4lab.trace import TraceError, families, read, reduced, report
+
+    try:
+        titles = families.load(rules).titles
+        taken = read(trace, rules)
+        print(report.text(taken, by, titles))
+        if json is not None:
+            write_atomically(json, report.as_json(taken, by))
+        if reduce is not None:
+            reduced.write(taken, reduce)
+    except TraceError as error:
+        print(f"dsv4lab: {error}", file=sys.stderr)
+        return 1
+    except (ValueError, OSError) as error:
+        raise UsageError(str(error)) from error
     return 0
 
 
