@@ -30,6 +30,14 @@ Traceback (most recent call last):
     f()
 RuntimeError: Capture cuda graph failed
 [2026-01-01 00:00:01] Received sigquit from a child process. It usually means the child failed."""
+EVENTS = [
+    {"ph": "X", "cat": "cuda_runtime", "name": "cudaGraphLaunch", "pid": 1, "tid": 1, "ts": 1.0, "dur": 1.0,
+     "args": {"correlation": 1}},
+    {"ph": "X", "cat": "cuda_runtime", "name": "cudaDeviceSynchronize", "pid": 1, "tid": 1, "ts": 2.0, "dur": 9.0,
+     "args": {"correlation": 2}},
+    {"ph": "X", "cat": "kernel", "name": "work", "pid": 0, "tid": 7, "ts": 3.0, "dur": 2.5,
+     "args": {"correlation": 1, "device": 0, "stream": 7}},
+]  # fmt: skip
 OVERRIDE = "--json-model-override-args"
 CAPTURE = "\rCapturing batches (bs=32 avail_mem=10.12 GB):  25%|##5       | 3/12 [00:01<00:03]"
 
@@ -50,7 +58,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/start_profile":
             self.answer(b"Start profiling.\n")
             if MODE != "no-trace":
-                trace = json.dumps({"traceEvents": [], "asked": body}).encode()
+                trace = json.dumps({"schemaVersion": 1, "asked": body, "traceEvents": EVENTS}).encode()
                 (Path(body["output_dir"]) / "1.5-TP-0.trace.json.gz").write_bytes(gzip.compress(trace))
             return
         if body.get("stream"):

@@ -4,7 +4,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from dsv4lab.kernels import mqa_logits, sparse_mla
+from dsv4lab.kernels import hc_pre, mqa_logits, sparse_mla
 from dsv4lab.kernels.sparse_mla import plans
 from dsv4lab.serving import adapters
 
@@ -119,7 +119,7 @@ def test_mhc_pre_is_sglangs_but_for_its_product(rows):
         seen.append((mixes, rest))
         return mixes[..., :4].softmax(-1), mixes[..., 4:8], mixes[..., 8:].unflatten(-1, (4, 4))
 
-    ours = adapters.mhc_pre(lambda: sinkhorn)
+    ours = adapters.mhc_pre("bf16", lambda: sinkhorn)
     y, post, comb, fused = ours(lambda *_: pytest.fail("the original"), layer, x, weight, scale, base, norm=None)
     flat = x.flatten(1).double()
     rms = torch.rsqrt(flat.square().mean(-1, keepdim=True) + 1e-6)
@@ -133,9 +133,21 @@ def test_mhc_pre_is_sglangs_but_for_its_product(rows):
     assert weight.bf16.dtype == torch.bfloat16 and weight.dtype == torch.float32
 
 
+@pytest.mark.parametrize("impl", ["split_k", "split_k_bf16"])
+def test_our_mhc_pre_is_called_as_sglang_calls_its_own(impl):
+    (call,) = hc_pre.make_inputs(hc_pre.Case("small", 3, 256), device="cpu")
+    call.hc_fn.requires_grad_()
+    layer = types.SimpleNamespace(rms_norm_eps=1e-6, hc_mult=4, hc_sinkhorn_iters=20, hc_eps=1e-6)
+    ours = adapters.mhc_pre(impl, lambda: pytest.fail("SGLang's sinkhorn"))
+    *found, fused = ours(None, layer, call.x, call.hc_fn, call.hc_scale, call.hc_base, norm=None)
+    assert fused is False and found[0].shape == (3, 256) and not found[0].requires_grad
+    for ours, expected in zip(found, hc_pre.reference(call), strict=True):
+        torch.testing.assert_close(ours.double(), expected.double(), rtol=3e-2, atol=3e-2)
+
+
 def test_an_empty_batch_goes_to_sglangs_own_mhc_pre():
     original = lambda layer, x, *rest, **more: ("original", layer, more)  # noqa: E731
-    ours = adapters.mhc_pre(lambda: pytest.fail("nothing to mix"))
+    ours = adapters.mhc_pre("split_k", lambda: pytest.fail("nothing to mix"))
     assert ours(original, "layer", torch.empty(0, 4, 256), None, None, None, norm=1) == (
         "original",
         "layer",

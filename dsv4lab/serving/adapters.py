@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsv4lab.kernels import hc_pre as kernel
 from dsv4lab.kernels import mqa_logits, sparse_mla, topk
 from dsv4lab.kernels.launch import target
 from dsv4lab.kernels.sparse_mla.plans import buckets
@@ -136,10 +137,10 @@ def topk_transform(
     )  # fmt: skip
 
 
-def mhc_pre(sinkhorn: Callable[[], Callable]) -> Callable:
-    """Around `DeepseekV4DecoderLayer.hc_pre`: its linear from 4 x 4096 to 24 in bf16, accumulated and kept in fp32.
+def mhc_pre(impl: str, sinkhorn: Callable[[], Callable]) -> Callable:
+    """Around `DeepseekV4DecoderLayer.hc_pre`: our kernel, or ("bf16") PyTorch with the linear in bf16, summed in fp32.
 
-    sinkhorn: brings SGLang's own `hc_split_sinkhorn`, to which the mixing weights are left.
+    sinkhorn: brings SGLang's own `hc_split_sinkhorn`, to which "bf16" leaves the mixing weights.
     """
 
     def hc_pre(
@@ -147,6 +148,10 @@ def mhc_pre(sinkhorn: Callable[[], Callable]) -> Callable:
     ) -> tuple[Tensor, Tensor, Tensor, bool]:
         if not x.shape[0]:
             return original(layer, x, hc_fn, hc_scale, hc_base, *rest, **more)
+        if impl != "bf16":
+            weight = _bf16(hc_fn) if impl == "split_k_bf16" else hc_fn.detach()
+            numbers = dict(rms_eps=layer.rms_norm_eps, hc_eps=layer.hc_eps, sinkhorn_iters=layer.hc_sinkhorn_iters)
+            return *kernel.hc_pre(x, weight, hc_scale.detach(), hc_base.detach(), **numbers), False
         flat = x.flatten(1)
         norm = torch.linalg.vector_norm(flat, dim=1, keepdim=True, dtype=torch.float32)
         rms = torch.rsqrt(norm.square() / flat.shape[1] + layer.rms_norm_eps)

@@ -4,7 +4,7 @@
     out/<stage>.partial.jsonl   the same of a stage under way or cut off: it is done again
     out/<stage>.failed.jsonl    what happened to a stage that should have started and did not: it is tried again
     out/runs/<stage>/           log and receipts of its server, of <stage>_eager where there is a second
-    out/traces/<stage>_*.gz     what it did in a few steps at batch 32, as torch's profiler saw it
+    out/traces/<stage>_*        what it did in a few steps at batch 32, reduced; as the profiler had it, below out/runs
     out/records/                all records so far in one file, as the lab reads them
 
 What is done is not done again, so that a run can be cut off, and continued on another machine with the same folder.
@@ -12,17 +12,18 @@ What is done is not done again, so that a run can be cut off, and continued on a
 
 import shlex
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from dsv4lab import records
+from dsv4lab import records, trace
 from dsv4lab.files import write_atomically
 from dsv4lab.records import Clocks, Record
 from dsv4lab.serving import bench, http, launch, presets, profile, synthetic
 from dsv4lab.serving.launch import ServeError, Server
 from dsv4lab.serving.load import Shape
+from dsv4lab.trace import reduced
 
 GRAPHS_OFF = "--disable-cuda-graph"
 TRACED_BATCH = 32
@@ -51,6 +52,7 @@ LEGS = {
     "bf16": Leg(),
     "stock_ctx8192": Leg(),
     "native_auto": Leg(),
+    "indexer_stock_mhc": Leg(),
     "compile": Leg(open_end=True),
     "compile_nographs": Leg(open_end=True),
     "compile_stock_attention": Leg(open_end=True),
@@ -130,11 +132,21 @@ def run(plan: Plan, stages: Sequence[str], say: Callable[[str], None] = print) -
             tell("not begun, the time is over")
         else:
             _Stage(plan, stage, tell).run()
-    lines = [line for stage in LEGS for line in _read(plan, stage)]
-    for gpu in {line.env.gpu for line in lines}:
-        path = records.write([line for line in lines if line.env.gpu == gpu], bench.EXPERIMENT, plan.out / "records")
+    for path in _join(plan):
         say(f"recorded: {path}")
     return all(done(plan, stage) and _good(plan, stage) for stage in stages)
+
+
+def _join(plan: Plan) -> Iterator[Path]:
+    """Puts all records there are into one new file for each GPU."""
+    lines = [line for stage in LEGS for line in _read(plan, stage)]
+    for gpu in {line.env.gpu for line in lines}:
+        of_gpu = [line for line in lines if line.env.gpu == gpu]
+        try:
+            yield records.write(of_gpu, bench.EXPERIMENT, plan.out / "records")
+        except FileExistsError:  # of this second
+            time.sleep(1)
+            yield records.write(of_gpu, bench.EXPERIMENT, plan.out / "records")
 
 
 def done(plan: Plan, stage: str) -> bool:
@@ -212,15 +224,19 @@ class _Stage:
         kind = "eager" if eager else "graph"
         try:
             raw = profile.steady(
-                server.url, self.config.run / "traces", batch=TRACED_BATCH, input=self.plan.shape.input,
+                server.url, server.run / "traces", batch=TRACED_BATCH, input=self.plan.shape.input,
                 steps=self.plan.steps, eager=eager, timeout_s=max(min(self.plan.left, 180.0), 1.0),
             )  # fmt: skip
         except (profile.NoTrace, http.NoAnswer, OSError) as error:
             return self.say(f"no {kind} profile: {error}")
-        target = self.plan.out / "traces" / f"{self.name}_{kind}.trace.json.gz"
-        target.parent.mkdir(exist_ok=True)
-        raw.replace(target)
-        self.say(f"profiled, {kind}: {target.name}, {target.stat().st_size / 2**20:.1f} MiB")
+        target = self.plan.out / "traces" / f"{self.name}_{kind}{reduced.SUFFIX}"
+        target.unlink(missing_ok=True)
+        try:
+            trace.reduce(raw, target, stage=self.name, batch=TRACED_BATCH, graphs=not eager)
+        except (trace.TraceError, ValueError, TypeError, LookupError) as error:
+            return self.say(f"the {kind} profile stays as it is: {error}")
+        sizes = " of ".join(f"{path.stat().st_size / 2**20:.1f}" for path in (target, raw))
+        self.say(f"profiled, {kind}: {target.name}, {sizes} MiB")
 
     def _eager(self) -> None:
         if self.plan.left < _LEAST_S:

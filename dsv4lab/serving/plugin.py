@@ -90,7 +90,7 @@ def _replacements(setting: Setting, release: Release, installed: str) -> Iterato
         for target in release.topk.targets:
             yield target, _proven("topk", setting.topk, installed, adapters.topk_transform), False
     if setting.mhc != settings.STOCK:
-        ours = adapters.mhc_pre(functools.cache(lambda: _resolve(release.sinkhorn)))
+        ours = adapters.mhc_pre(setting.mhc, functools.cache(lambda: _resolve(release.sinkhorn)))
         yield release.mhc.targets[0], _proven("mhc", setting.mhc, installed, ours), True
 
 

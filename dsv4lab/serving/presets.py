@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 
 from dsv4lab.serving.settings import Setting
 
-_OURS = Setting(attention="split_k", indexer="triton", topk="triton")
+_ALL = {"attention": "split_k", "indexer": "triton", "topk": "triton", "mhc": "split_k"}
+_OURS = Setting(**_ALL)
 _FORCED = "forced"
 _STOCK = Setting()
 
@@ -56,7 +57,7 @@ PRESETS = {
     "h200": Preset("One H200 through SGLang's own Hopper path, no hook: the mark to beat.", arch="sm_90"),
     "synthetic": Preset(
         "Six layers of the true dimensions with dummy weights, all our kernels, on any one GPU: nothing is downloaded.",
-        Setting("split_k", "triton", "triton", sm120_path=_FORCED), context_length=1_048_576,
+        Setting(**_ALL, sm120_path=_FORCED), context_length=1_048_576,
         flags=_SYNTHETIC + _TRITON_GEMM, environment=_FP8_EXPERTS | _NO_DEEPGEMM, layers=6,
     ),
 }  # fmt: skip
@@ -92,12 +93,15 @@ STAGES = {
     "compile_stock_attention": _stage("Third attempt: with the stock attention.", _on_path(), _COMPILE),
     "stock_ctx8192": _stage("Stock with the context capped to 8,192 tokens.", _on_path(), context_length=8192),
     "indexer": _stage(
-        "All fixes, uncapped: attention, logits and top-k at a cost that follows the real length.",
-        _on_path(attention="split_k", indexer="triton", topk="triton"),
+        "All fixes, uncapped: attention, logits, top-k at a cost that follows the real length, MHC-pre in one pass.",
+        _on_path(**_ALL),
     ),
     "indexer_ctx8192": _stage(
         "The same with the context capped to 8,192 tokens: what the cap still buys.",
-        _on_path(attention="split_k", indexer="triton", topk="triton"), context_length=8192,
+        _on_path(**_ALL), context_length=8192,
+    ),
+    "indexer_stock_mhc": _stage(
+        "The same uncapped, with SGLang's own MHC-pre: what ours is worth.", _on_path(**_ALL | {"mhc": "stock"})
     ),
     "native": Preset(
         "SGLang's own path for this GPU, with the GEMM and MoE backends of the stages.",

@@ -8,7 +8,7 @@ CHOICES = {
     "attention": (STOCK, "simt", "mma", "split_k"),
     "indexer": (STOCK, "torch_fallback", "torch_bf16", "triton"),
     "topk": (STOCK, "triton"),
-    "mhc": (STOCK, "bf16"),
+    "mhc": (STOCK, "bf16", "split_k", "split_k_bf16"),
     "sm120_path": (STOCK, "forced"),
 }
 
