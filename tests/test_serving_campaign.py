@@ -145,11 +145,22 @@ def test_the_budget_ends_a_campaign_between_stages_and_within_them(plan, monkeyp
     good, said = walk(replace(plan, budget_s=1.0), "native")
     assert not good and "not begun, the time is over" in said[0]
     monkeypatch.setattr(campaign, "_LEAST_S", 0.5)
-    cut = replace(plan, shape=Shape(8, 400), budget_s=3.0)  # 400 tokens take 2 s
+    cut = replace(plan, shape=Shape(8, 400), waves=1, budget_s=3.6)  # 400 tokens take 2 s and more
     good, said = walk(cut, "native")
     assert not good and any("native: cut off, the time is over" in text for text in said)
-    assert next(line["case"] for line in lines(plan, "native.partial")) == "start"
+    before = lines(plan, "native.partial")
+    assert [line["case"] for line in before] == ["start", "c1_in8_out400"]
     assert walk(plan, "native")[0] and not (plan.out / "native.partial.jsonl").exists()
+    after = lines(plan, "native")
+    assert [line["config"]["C"] for line in after] == [1, None, 2] and after[0] == before[1]
+
+
+def test_an_eager_profile_can_come_later(plan):
+    walk(plan, "indexer")
+    before = (plan.out / "indexer.jsonl").read_bytes()
+    assert walk(replace(plan, eager=True), "indexer")[0]
+    assert (plan.out / "traces" / "indexer_eager.trace.jsonl.gz").is_file()
+    assert (plan.out / "indexer.jsonl").read_bytes() == before
 
 
 def test_a_trace_is_taken_only_whole(tmp_path):

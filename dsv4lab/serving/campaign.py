@@ -1,7 +1,7 @@
 """The campaign on a live server: each stage is started, proven, measured under load, profiled and stopped.
 
     out/<stage>.jsonl           its records, one for the start and one a concurrency, there when the stage is done
-    out/<stage>.partial.jsonl   the same of a stage under way or cut off: it is done again
+    out/<stage>.partial.jsonl   the same of a stage under way or cut off: it is started again, for what is missing
     out/<stage>.failed.jsonl    what happened to a stage that should have started and did not: it is tried again
     out/runs/<stage>/           log and receipts of its server, of <stage>_eager where there is a second
     out/traces/<stage>_*        what it did in a few steps at batch 32, reduced; as the profiler had it, below out/runs
@@ -126,12 +126,17 @@ def run(plan: Plan, stages: Sequence[str], say: Callable[[str], None] = print) -
     synthetic.write(plan.out / "model")
     for stage in stages:
         tell = lambda text, stage=stage: say(f"[{time.monotonic() - begun:6.0f} s] {stage}: {text}")  # noqa: E731
-        if done(plan, stage):
-            tell("done before")
-        elif plan.left < _LEAST_S:
-            tell("not begun, the time is over")
-        else:
-            _Stage(plan, stage, tell).run()
+        runner = _Stage(plan, stage, tell)
+        for asked, there, run_it in (
+            (True, done(plan, stage), runner.run),
+            (plan.eager and LEGS[stage].eager, runner.trace(eager=True).is_file(), runner.run_eager),
+        ):
+            if asked and there:
+                tell("done before")
+            elif asked and plan.left < _LEAST_S:
+                tell("not begun, the time is over")
+            elif asked:
+                run_it()
     for path in _join(plan):
         say(f"recorded: {path}")
     return all(done(plan, stage) and _good(plan, stage) for stage in stages)
@@ -175,10 +180,15 @@ class _Stage:
         self.config = plan.config(name)
         self.lines: list[Record] = []
 
+    @property
+    def missing(self) -> list[int]:
+        """Concurrencies without a record."""
+        return [c for c in self.leg.concurrency if c not in [line.config["C"] for line in self.lines]]
+
     def run(self) -> None:
         """Never raises for what the server does: that is recorded."""
-        for old in ("partial", "failed"):
-            self._file(f".{old}").unlink(missing_ok=True)
+        self.lines = [line for line in _read(self.plan, self.name) if line.config["C"] and line.check["passed"]]
+        self._file(".failed").unlink(missing_ok=True)
         begun = time.monotonic()
         try:
             with Server(self.config, self.say) as server:
@@ -190,11 +200,9 @@ class _Stage:
                 return self.say(f"cut off, the time is over: {error}")
             self._failed(str(error), time.monotonic() - begun)
         else:
-            if len(self.lines) <= len(self.leg.concurrency):
+            if self.missing:
                 return self.say("cut off, the time is over")
             self._end("")
-        if self.plan.eager and self.leg.eager:
-            self._eager()
 
     def _started(self, server: Server, seconds: float) -> None:
         info = bench.account(server.info)
@@ -206,7 +214,7 @@ class _Stage:
         identity = bench.identify(server.url)
         expect = {"context_length": str(self.config.context_length), "hooks": str(self.config.hooks)}
         bench.check_identity(identity, expect)
-        for concurrency in self.leg.concurrency:
+        for concurrency in self.missing:
             if self.plan.left < 1:
                 return
             plan = bench.Plan(
@@ -229,7 +237,7 @@ class _Stage:
             )  # fmt: skip
         except (profile.NoTrace, http.NoAnswer, OSError) as error:
             return self.say(f"no {kind} profile: {error}")
-        target = self.plan.out / "traces" / f"{self.name}_{kind}{reduced.SUFFIX}"
+        target = self.trace(eager=eager)
         target.unlink(missing_ok=True)
         try:
             trace.reduce(raw, target, stage=self.name, batch=TRACED_BATCH, graphs=not eager)
@@ -238,9 +246,12 @@ class _Stage:
         sizes = " of ".join(f"{path.stat().st_size / 2**20:.1f}" for path in (target, raw))
         self.say(f"profiled, {kind}: {target.name}, {sizes} MiB")
 
-    def _eager(self) -> None:
-        if self.plan.left < _LEAST_S:
-            return self.say("no eager profile, the time is over")
+    def trace(self, *, eager: bool) -> Path:
+        """Where the reduced trace goes."""
+        return self.plan.out / "traces" / f"{self.name}_{'eager' if eager else 'graph'}{reduced.SUFFIX}"
+
+    def run_eager(self) -> None:
+        """A second server without graphs, for its profile alone."""
         try:
             with Server(self.plan.config(self.name, eager=True), self.say) as server:
                 self._profile(server, eager=True)
@@ -254,10 +265,11 @@ class _Stage:
 
     def _add(self, seconds: float, result: dict[str, float | None], server: dict, error: str = "") -> None:
         """A record of the start, or of what ended a started server before its time."""
+        started = any(line.case == "start" for line in self.lines)
         config = {"stage": self.name, "C": None, "context_length": self.config.context_length}
         check = {"ok": int(not error), "failed": int(bool(error)), "passed": not error}
         line = bench.line(
-            "end" if self.lines else "start", config | {"layers": self.plan.layers},
+            "end" if started else "start", config | {"layers": self.plan.layers},
             method={"name": "one start of the server"}, samples_us=[1e6 * seconds],
             check=check | {"errors": [error] if error else []}, result=result, server=server,
         )  # fmt: skip
