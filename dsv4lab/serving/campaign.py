@@ -194,7 +194,8 @@ class _Stage:
             with Server(self.config, self.say) as server:
                 self._started(server, time.monotonic() - begun)
                 self._measure(server)
-                self._profile(server, eager=False)
+                if not self.missing:
+                    self._profile(server, eager=False)
         except (ServeError, http.NoAnswer, ValueError, OSError) as error:
             if not self.plan.left:
                 return self.say(f"cut off, the time is over: {error}")
