@@ -10,11 +10,11 @@ import triton
 
 from dsv4lab import hardware, static
 
-STEMS = ("sparse_mla", "mqa_logits", "topk")
+STEMS = ("sparse_mla", "mqa_logits", "topk", "skinny_gemm", "hc_pre")
 
 
-MULTIPLYING = {"split_k_kernel", "logits_kernel"}
-"""The kernels whose work is a matrix product over rows of the cache."""
+MULTIPLYING = {"split_k_kernel", "logits_kernel", "split_kernel"}
+"""The kernels whose work is a matrix product."""
 
 
 @pytest.fixture(scope="module", params=STEMS)

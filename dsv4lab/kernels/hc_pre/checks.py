@@ -1,0 +1,44 @@
+"""What the host can know of a call is refused by name and value."""
+
+import torch
+from torch import Tensor
+
+from dsv4lab.kernels.hc_pre.cases import HC, MIX, Inputs
+from dsv4lab.kernels.skinny_gemm.checks import MAX_ROWS
+
+_HIDDEN = 256
+
+
+def check_call(call: Inputs) -> None:
+    x, device = call.x, call.x.device
+    if x.dtype != torch.bfloat16 or x.ndim != 3 or x.shape[1] != HC or x.stride()[1:] != (x.shape[2], 1):
+        raise ValueError(
+            f"x must be bfloat16 [M, {HC}, hidden] with dense rows, got {x.dtype} {list(x.shape)} strides {x.stride()}"
+        )
+    M, _, hidden = x.shape
+    if M > MAX_ROWS or not hidden or hidden % _HIDDEN:
+        raise ValueError(f"x must have at most {MAX_ROWS} rows and hidden a multiple of {_HIDDEN}, got {list(x.shape)}")
+    if x.data_ptr() % 16 or (M > 1 and x.stride(0) % 8):
+        raise ValueError(f"x must have rows at multiples of 16 bytes, got stride {x.stride(0)} at {x.data_ptr():#x}")
+    if call.hc_fn.dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"hc_fn must be float32 or bfloat16, got {call.hc_fn.dtype}")
+    shapes = {"hc_fn": (MIX, HC * hidden), "hc_scale": (3,), "hc_base": (MIX,)}
+    for name, shape in shapes.items():
+        each, dtype = getattr(call, name), call.hc_fn.dtype if name == "hc_fn" else torch.float32
+        if each.dtype != dtype or each.shape != shape or not each.is_contiguous() or each.device != device:
+            raise ValueError(
+                f"{name} must be contiguous {str(dtype).removeprefix('torch.')} {list(shape)} on {device}, got "
+                f"{each.dtype} {list(each.shape)} on {each.device}"
+            )
+    if call.hc_fn.data_ptr() % 16:
+        raise ValueError(f"hc_fn must start at a multiple of 16 bytes, got {call.hc_fn.data_ptr():#x}")
+
+
+def check_output(name: str, out: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:
+    if out.data_ptr() % 16:
+        raise ValueError(f"{name} must start at a multiple of 16 bytes, got {out.data_ptr():#x}")
+    if out.dtype != dtype or out.shape != shape or not out.is_contiguous() or out.device != device:
+        raise ValueError(
+            f"{name} must be contiguous {str(dtype).removeprefix('torch.')} {list(shape)} on {device}, got {out.dtype} "
+            f"{list(out.shape)} strides {out.stride()} on {out.device}"
+        )

@@ -1,0 +1,123 @@
+"""Tiles, slices of K, and who adds them up: chosen per architecture by rows and columns, never by the data."""
+
+from dataclasses import dataclass
+
+from dsv4lab.hardware import arch_entry
+
+COMBINES = ("last", "launch", "pdl")
+"""Partial tiles are added up by the block that arrives last, by a second kernel, or by one that is launched early."""
+
+
+@dataclass(frozen=True)
+class Dot:
+    """One output a block: `block_k` products of its row and column at a time, or all K of them if that is less."""
+
+    block_k: int
+    num_warps: int
+
+    @property
+    def name(self) -> str:
+        return f"dot_k{self.block_k}_w{self.num_warps}"
+
+
+@dataclass(frozen=True)
+class Split:
+    """A tile of outputs over `chunk` of K a block, in steps of `block_k`; the tiles are added up as `combine` says."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    chunk: int
+    num_warps: int
+    combine: str = "launch"
+
+    def __post_init__(self):
+        if self.combine not in COMBINES:
+            raise ValueError(f"combine must be one of {COMBINES}, got {self.combine!r}")
+
+    @property
+    def name(self) -> str:
+        tile = f"m{self.block_m}_n{self.block_n}_k{self.block_k}_c{self.chunk}"
+        return f"{tile}_w{self.num_warps}_{self.combine}"
+
+    def tiles(self, M: int, N: int) -> tuple[int, int]:
+        """(column tiles, row tiles) of an [M, N] output."""
+        return -(-N // self.block_n), -(-M // self.block_m)
+
+    def splits(self, K: int) -> int:
+        return -(-K // self.chunk)
+
+    def partials(self, M: int, N: int, K: int) -> int:
+        """Elements of the fp32 workspace."""
+        columns, rows = self.tiles(M, N)
+        return columns * rows * self.splits(K) * self.block_m * self.block_n
+
+
+Config = Dot | Split
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Products of up to max_m rows and max_n columns; `evidence` is the file that says why."""
+
+    max_m: int
+    max_n: int
+    config: Config
+    evidence: str
+
+    @property
+    def limits(self) -> str:
+        m, n = ("any" if limit == ANY else f"<= {limit}" for limit in (self.max_m, self.max_n))
+        return f"M {m}, N {n}"
+
+
+ANY = 1 << 30
+COMPILED = "records/static/skinny_gemm.json"
+"""Nothing has been measured there: what the compiler makes without a spill, with blocks enough for the SMs."""
+
+
+def _buckets(combine: str) -> tuple[Bucket, ...]:
+    few, many = Split(16, 32, 256, 256, 8, combine), Split(16, 32, 512, 512, 8, combine)
+    rows = (
+        (4, 64, Dot(16384, 16)),
+        (1, ANY, Dot(4096, 4)),
+        (16, 256, few),
+        (128, 256, many),
+        (128, ANY, Split(16, 32, 512, 1024, 8, combine)),
+        (ANY, ANY, Split(32, 32, 256, 2048, 8, combine)),
+    )
+    return tuple(Bucket(*row, COMPILED) for row in rows)
+
+
+TABLE = {
+    "sm_80": _buckets("launch"),
+    "sm_89": _buckets("launch"),
+    "sm_90": _buckets("pdl"),
+    "sm_120": _buckets("pdl"),
+}
+RELATIVE = {"sm_86": "sm_80", "sm_87": "sm_80", "sm_121": "sm_120"}
+
+_TILES = (
+    (16, 32, 256, 256, 4),
+    (16, 32, 256, 256, 8),
+    (16, 32, 512, 512, 4),
+    (16, 32, 512, 512, 8),
+    (16, 32, 512, 1024, 8),
+    (32, 32, 256, 256, 8),
+    (32, 32, 512, 512, 8),
+    (16, 16, 512, 512, 8),
+)
+SWEEP = (
+    *(Dot(block_k, warps) for block_k, warps in ((2048, 4), (4096, 4), (4096, 8), (16384, 16))),
+    *(Split(*tile, combine) for tile in _TILES for combine in COMBINES),
+)
+
+
+def buckets(arch: str) -> tuple[Bucket, ...]:
+    """The table's entries for an architecture like "sm_120"; an unlisted one takes its nearest relative's."""
+    return arch_entry(TABLE, arch, RELATIVE)
+
+
+def choose(arch: str, M: int, N: int) -> Bucket:
+    """The first entry that holds M rows and N columns."""
+    return next(bucket for bucket in buckets(arch) if M <= bucket.max_m and N <= bucket.max_n)

@@ -1,0 +1,144 @@
+"""Triton kernels of products with few rows and few columns: one output a block, or slices of K and their combine.
+
+Such a product is bound by how soon its bytes are on their way, not by arithmetic: a block asks for all its operands at
+once, and there are enough blocks to ask for everything. What blocks leave behind, fp32 partial tiles
+[row tiles, column tiles, splits, BLOCK_M * BLOCK_N], is added up in the order of the splits, so that a result is
+bitwise the same in every run.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def _finish(total, m, n, out, out_stride, scale, bias, M, N: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """Scale, add the bias, store where a row and a column are."""
+    total *= scale
+    if HAS_BIAS:
+        total += tl.load(bias + n, mask=n < N, other=0.0)
+    tl.store(out + m.to(tl.int64) * out_stride + n, total, mask=(m < M) & (n < N))
+
+
+@triton.jit(do_not_specialize=["x_stride8", "out_stride", "scale", "M"], do_not_specialize_on_alignment=["out", "bias"])
+def dot_kernel(
+    x, x_stride8, w, out, out_stride, scale, bias, M,
+    N: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (N or N + 1, M): one output, in fp32; column N is the sum of squares of the row.
+
+    x: bf16 [M, K], rows 8 * x_stride8 apart; w: bf16 or fp32 [N, K] dense; out: fp32 [M, at least N].
+    """
+    if PDL:
+        gdc_launch_dependents()
+    n = tl.program_id(0)
+    m = tl.program_id(1)
+    row = x + m.to(tl.int64) * (x_stride8 * 8)
+    acc = tl.zeros([BLOCK_K], tl.float32)
+    for first in tl.static_range(0, K, BLOCK_K):
+        k = first + tl.arange(0, BLOCK_K)
+        a = tl.load(row + k, mask=k < K, other=0.0).to(tl.float32)
+        b = tl.load(w + n * K + k, mask=(k < K) & (n < N), other=0.0).to(tl.float32)
+        acc += a * tl.where(n < N, b, a)
+    total = tl.sum(acc)
+    if n < N:
+        _finish(total, m, n, out, out_stride, scale, bias, M, N, HAS_BIAS)
+    else:
+        tl.store(out + m.to(tl.int64) * out_stride + n, total)
+
+
+@triton.jit
+def _partial_tile(
+    x, x_stride8, w, m, n, first, M, N: tl.constexpr, K: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WARPS: tl.constexpr, SQUARES: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """[BLOCK_M, BLOCK_N] over k in first..first + CHUNK; with SQUARES, column N has the sums of the rows' squares.
+
+    A step of BLOCK_K is cut into one slice a warp, a batch of small products: no warp repeats another's, and the
+    chain of dependent MMAs is short. fp32 weights go in as two bf16 terms, which keep 16 of their 24 bits.
+    """
+    SLICE: tl.constexpr = BLOCK_K // WARPS
+    acc = tl.zeros([WARPS, BLOCK_M, BLOCK_N], tl.float32)
+    squares = tl.zeros([BLOCK_M], tl.float32)
+    rows = x + m.to(tl.int64) * (x_stride8 * 8)
+    for start in tl.static_range(0, CHUNK, BLOCK_K):
+        k = first + start + tl.arange(0, WARPS)[:, None] * SLICE + tl.arange(0, SLICE)[None, :]
+        k = k[:, None, :]
+        a = tl.load(rows[None, :, None] + k, mask=(m[None, :, None] < M) & (k < K), other=0.0)
+        b = tl.load(w + n[None, :, None] * K + k, mask=(n[None, :, None] < N) & (k < K), other=0.0)
+        high = b.to(COMPUTE)
+        acc = tl.dot(a.to(COMPUTE), tl.permute(high, (0, 2, 1)), acc, input_precision="ieee")
+        if b.dtype == tl.float32 and COMPUTE == tl.bfloat16:
+            low = (b - high.to(tl.float32)).to(COMPUTE)
+            acc = tl.dot(a, tl.permute(low, (0, 2, 1)), acc)
+        if SQUARES:
+            wide = a.to(tl.float32)
+            squares += tl.sum(tl.sum(wide * wide, 2), 0)
+    total = tl.sum(acc, 0)
+    if SQUARES:
+        total = tl.where(n[None, :] == N, squares[:, None], total)
+    return total
+
+
+@triton.jit
+def _combine(partials, splits, e, SIZE: tl.constexpr, GROUP: tl.constexpr):
+    """The sum over `splits` of elements e of one tile's partials, GROUP loaded at a time, in a fixed order."""
+    total = tl.zeros(e.shape, tl.float32)
+    for first in range(0, splits, GROUP):
+        s = first + tl.arange(0, GROUP)[:, None]
+        total += tl.sum(tl.load(partials + s * SIZE + e[None, :], mask=s < splits, other=0.0, cache_modifier=".cg"), 0)
+    return total
+
+
+@triton.jit(do_not_specialize=["x_stride8", "out_stride", "scale", "M"], do_not_specialize_on_alignment=["out", "bias"])
+def split_kernel(
+    x, x_stride8, w, partials, tickets, out, out_stride, scale, bias, M,
+    N: tl.constexpr, K: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, WARPS: tl.constexpr, SQUARES: tl.constexpr, HAS_BIAS: tl.constexpr, LAST: tl.constexpr,
+    PDL: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """Grid (splits, column tiles, row tiles): one partial tile over CHUNK of K.
+
+    LAST: the block that is the last of its tile to arrive adds them up, in the order of the splits whichever it is,
+    and sets the tile's ticket, int32, back to 0. Otherwise `combine_kernel` does.
+    """
+    if PDL:
+        gdc_launch_dependents()
+    SIZE: tl.constexpr = BLOCK_M * BLOCK_N
+    split = tl.program_id(0)
+    splits = tl.num_programs(0)
+    tile = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
+    first_m = tl.program_id(2) * BLOCK_M
+    first_n = tl.program_id(1) * BLOCK_N
+    m = tl.arange(0, BLOCK_M)
+    n = tl.arange(0, BLOCK_N)
+    total = _partial_tile(
+        x, x_stride8, w, first_m + m, first_n + n, split * CHUNK, M, N, K, CHUNK, BLOCK_M, BLOCK_N, BLOCK_K, WARPS,
+        SQUARES, COMPUTE,
+    )  # fmt: skip
+    partials += (tile * splits).to(tl.int64) * SIZE
+    tl.store(partials + split * SIZE + m[:, None] * BLOCK_N + n[None, :], total)
+    if LAST:
+        tl.debug_barrier()  # every thread's part is written before one of them takes the ticket
+        if tl.atomic_add(tickets + tile, 1, sem="acq_rel") == splits - 1:
+            e = tl.arange(0, SIZE)
+            total = _combine(partials, splits, e, SIZE, 8)
+            _finish(total, first_m + e // BLOCK_N, first_n + e % BLOCK_N, out, out_stride, scale, bias, M, N, HAS_BIAS)
+            tl.store(tickets + tile, 0)
+
+
+@triton.jit(do_not_specialize=["splits", "out_stride", "scale", "M"], do_not_specialize_on_alignment=["out", "bias"])
+def combine_kernel(
+    partials, splits, out, out_stride, scale, bias, M,
+    N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, GROUP: tl.constexpr,
+    HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (parts of a tile, column tiles, row tiles): adds up BLOCK_E elements of a tile over its splits."""
+    if PDL:
+        gdc_wait()
+    SIZE: tl.constexpr = BLOCK_M * BLOCK_N
+    tile = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
+    e = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
+    total = _combine(partials + (tile * splits).to(tl.int64) * SIZE, splits, e, SIZE, GROUP)
+    m = tl.program_id(2) * BLOCK_M + e // BLOCK_N
+    _finish(total, m, tl.program_id(1) * BLOCK_N + e % BLOCK_N, out, out_stride, scale, bias, M, N, HAS_BIAS)

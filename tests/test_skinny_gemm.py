@@ -1,0 +1,210 @@
+"""Products of few rows against float64: every way to split and to combine, odd shapes, bad input, repeatability."""
+
+import pytest
+import torch
+
+from dsv4lab import hardware, numerics
+from dsv4lab.kernels import skinny_gemm as gemm
+from dsv4lab.kernels.launch import frozen
+from dsv4lab.kernels.skinny_gemm import Dot, Split
+
+DEVICE = "cpu" if hardware.probe() is None else "cuda"
+CONFIGS = [
+    Dot(128, 4),
+    *(Split(16, 32, 64, 128, 4, combine) for combine in ("last", "launch", "pdl")),
+    Split(32, 16, 128, 128, 2, "last"),
+]
+
+
+def operands(M, N, K, weights=torch.bfloat16, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    x, w = torch.randn(M, K, generator=g).bfloat16(), (torch.randn(N, K, generator=g) * K**-0.5).to(weights)
+    return x.to(DEVICE), w.to(DEVICE), torch.randn(N, generator=g).to(DEVICE)
+
+
+def product(x, w, *, config=None, **options):
+    """The result of a call on NaNs, in a workspace of NaNs."""
+    (M, K), N = x.shape, len(w)
+    config = config or gemm.choose("sm_90", M, N).config
+    out = torch.full((M, N), float("nan"), device=DEVICE)
+    workspace = torch.full((gemm.workspace_numel(M, N, K, config),), float("nan"), device=DEVICE)
+    tickets = torch.zeros(64, dtype=torch.int32, device=DEVICE)
+    gemm.skinny_gemm(x, w, out=out, workspace=workspace, tickets=tickets, config=config, **options)
+    assert not tickets.any()
+    return out
+
+
+def assert_right(out, x, w, scale=1.0, bias=0.0):
+    """An fp32 product of the operands as they are; on a GPU fp32 weights count with 16 of their bits."""
+    assert numerics.relative_error(out, scale * (x.double() @ w.double().T) + bias) < 1e-5
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
+@pytest.mark.parametrize(
+    ("M", "N", "K", "weights"), [(1, 24, 256, torch.bfloat16), (18, 19, 264, torch.float32), (7, 1, 8, torch.bfloat16)]
+)
+def test_every_way_to_split_and_to_combine(config, M, N, K, weights):
+    x, w, bias = operands(M, N, K, weights)
+    assert_right(product(x, w, config=config), x, w)
+    assert_right(product(x, w, config=config, scale=0.25, bias=bias), x, w, 0.25, bias)
+
+
+@pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32])
+def test_the_table_is_right_for_any_number_of_rows(weights):
+    for M in (1, 4, 5, 17, 129):
+        x, w, _ = operands(M, 5, 64, weights)
+        assert_right(product(x, w), x, w)
+
+
+def test_rows_and_outputs_may_be_strided():
+    x, w, _ = operands(5, 21, 128)
+    wide = torch.full((5, 4, 128), float("nan"), dtype=torch.bfloat16, device=DEVICE)
+    wide[:, 1] = x
+    out = torch.full((5, 40), float("nan"), device=DEVICE)
+    gemm.skinny_gemm(wide[:, 1], w, out=out[:, 3:24], config=CONFIGS[2])
+    assert_right(out[:, 3:24], x, w)
+    assert out[:, :3].isnan().all() and out[:, 24:].isnan().all()
+
+
+def test_large_values_do_not_overflow_on_the_way():
+    x, w, _ = operands(3, 8, 64)
+    x, w = x * 1e20, w * 1e15
+    assert_right(product(x, w, config=CONFIGS[1]), x, w)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
+def test_bitwise_the_same_in_every_run(config):
+    x, w, _ = operands(17, 5, 512)
+    first = product(x, w, config=config)
+    for _ in range(1 if DEVICE == "cpu" else 50):
+        assert numerics.bitwise_equal(product(x, w, config=config), first)
+
+
+def test_rows_do_not_depend_on_each_other():
+    x, w, _ = operands(9, 6, 256)
+    poisoned = x.clone()
+    poisoned[3] = float("nan")
+    for config in CONFIGS:
+        clean, dirty = product(x, w, config=config), product(poisoned, w, config=config)
+        others = [row for row in range(9) if row != 3]
+        assert numerics.bitwise_equal(dirty[others], clean[others]) and dirty[3].isnan().all()
+
+
+def test_no_rows_is_no_launch():
+    x, w, _ = operands(0, 24, 64)
+    assert gemm.skinny_gemm(x, w).shape == (0, 24)
+
+
+@pytest.mark.parametrize("impl", gemm.IMPLEMENTATIONS)
+def test_implementations_pass_the_verdict(impl):
+    (call,) = gemm.make_inputs(gemm.CASES["odd_m7"], device=DEVICE)
+    expected, usual = gemm.reference(call), gemm.baseline(call)
+    assert gemm.judge(call, gemm.prepare(impl, call)(), expected, usual).passed
+    assert gemm.config(gemm.CASES["odd_m7"]) == {"name": "odd", "M": 7, "N": 21, "K": 600, "batch": 1}
+
+
+def test_fp32_weights_keep_what_bf16_ones_lose():
+    (call,) = gemm.make_inputs(gemm.CASES["odd_m7"], device=DEVICE)
+    (expected,) = gemm.reference(call)
+    kept, lost = (
+        numerics.relative_error(gemm.prepare(impl, call)()[0], expected) for impl in ("split_k_w32", "split_k")
+    )
+    assert kept < 1e-5 and 1e-3 < lost < 4e-3
+
+
+def test_an_implementation_refuses_what_it_is_not_for():
+    (router,) = gemm.make_inputs(gemm.Case("tiny", "router_gate", 1), device=DEVICE)
+    (bmm,) = gemm.make_inputs(gemm.Case("tiny", "indexer_bmm", 3, 2), device=DEVICE)
+    for impl, call, message in (
+        ("fp32", router, "fp32 is what SGLang forces on other layers, got router_gate"),
+        ("split_k_w32", router, "split_k_w32 is for layers with fp32 weights, got router_gate"),
+        ("split_k", bmm, "split_k takes one product, not a batch of 2"),
+        ("fast", router, "impl must be one of fp32, bf16, split_k, split_k_w32, got 'fast'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            gemm.prepare(impl, call)
+    assert gemm.prepare("fp32", bmm)()[0].shape == (2, 3, 64)
+
+
+X, W, BIAS = operands(3, 5, 64)
+BAD = [
+    (r"x must be bfloat16 \[M, K\]", dict(x=X.float())),
+    (r"x must be bfloat16 \[M, K\]", dict(x=X.T)),
+    ("K a multiple of 8", dict(x=X[:, :60].contiguous())),
+    ("rows at multiples of 16 bytes", dict(x=torch.empty(3, 67, dtype=torch.bfloat16, device=DEVICE)[:, :64])),
+    (r"w must be contiguous bfloat16 or float32 \[N, 64\]", dict(w=W.half())),
+    (r"w must be contiguous bfloat16 or float32 \[N, 64\]", dict(w=W[:, :32])),
+    (r"bias must be contiguous float32 \[5\]", dict(bias=BIAS[:4])),
+    (r"out must be float32 \[3, 5\]", dict(out=torch.empty(3, 4, device=DEVICE))),
+    ("workspace must be contiguous float32 with at least 512", dict(workspace=torch.empty(9, device=DEVICE))),
+    ("tickets must be given for config m16_n32_k64_c128_w4_last, got None", dict(config=CONFIGS[1])),
+]
+
+
+@pytest.mark.parametrize(("message", "wrong"), BAD, ids=[message for message, _ in BAD])
+def test_bad_arguments_are_named(message, wrong):
+    with pytest.raises(ValueError, match=message):
+        gemm.skinny_gemm(**(dict(x=X, w=W, config=CONFIGS[2]) | wrong))
+
+
+def test_an_unknown_combine_is_named():
+    with pytest.raises(ValueError, match="got 'atomic'"):
+        Split(16, 32, 64, 128, 4, "atomic")
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_120", "sm_121"])
+def test_every_architecture_has_a_config_for_any_shape(arch):
+    assert all(line.startswith("split_k, M ") for line in gemm.describe(arch))
+    for M in (1, 2, 16, 17, 128, 129, 100_000):
+        for N in (1, 24, 256, 4096):
+            assert M <= gemm.choose(arch, M, N).max_m
+    with pytest.raises(ValueError, match="no configuration for arch 'sm_70'"):
+        gemm.describe("sm_70")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layer", ["mhc_pre", "head_weights", "router_gate", "wkv_gate_c4"])
+def test_every_candidate_config_is_right(layer):
+    for M in (1, 33):
+        (call,) = gemm.make_inputs(gemm.Case("", layer, M), device="cuda")
+        expected, usual = gemm.reference(call), gemm.baseline(call)
+        for name in gemm.CANDIDATES:
+            assert gemm.judge(call, gemm.prepare(name, call)(), expected, usual).passed, name
+
+
+@pytest.mark.gpu
+def test_a_warm_up_covers_every_number_of_rows():
+    gemm.warm_up(24, 16_384, torch.float32)
+    with frozen():
+        for M in (1, 3, 16, 40, 128, 300):
+            x, w, _ = operands(M, 24, 16_384, torch.float32)
+            assert_right(gemm.skinny_gemm(x, w), x, w)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("combine", ["last", "launch", "pdl"])
+@pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32])
+def test_a_captured_graph_replays_new_values_bitwise(combine, weights):
+    x, w, _ = operands(33, 24, 16_384, weights)
+    config = Split(16, 32, 256, 256, 8, combine)
+    tickets = torch.zeros(64, dtype=torch.int32, device="cuda")
+    call = dict(x=x, w=w, tickets=tickets, config=config)
+    gemm.skinny_gemm(**call)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = gemm.skinny_gemm(**call)
+    for seed in range(20):
+        x.copy_(operands(33, 24, 16_384, weights, seed)[0])
+        out.fill_(float("nan"))
+        graph.replay()
+        assert numerics.bitwise_equal(out, gemm.skinny_gemm(**call))
+        assert_right(out, x, w)
+
+
+@pytest.mark.gpu
+def test_nothing_but_the_kernels_runs(kernels_of):
+    for layer, kernels in (("mhc_pre", ["combine_kernel", "split_kernel"]), ("router_gate", ["dot_kernel"])):
+        (call,) = gemm.make_inputs(gemm.Case("", layer, 16 if layer == "mhc_pre" else 1), device="cuda")
+        launch = gemm.prepare("split_k", call)
+        launch()
+        assert kernels_of(launch) == kernels
