@@ -122,9 +122,9 @@ def judge(inputs: Inputs, outputs: tuple[Tensor], expected: tuple[Tensor], usual
 
 
 def flat_bytes(cache: Tensor) -> Tensor:
-    """The storage of a cache from its first page on, uint8 [bytes]: what a compiled composition can write in place."""
-    raw = cache.view(torch.uint8)
-    return raw.as_strided(((len(cache) - 1) * cache.stride(0) + kv_cache.main_page_bytes(cache.shape[1]),), (1,))
+    """The storage of a cache from its first token to its last, uint8: what a compiled composition writes in place."""
+    raw, last = cache.view(torch.uint8), (len(cache) - 1) * cache.stride(0)
+    return raw.as_strided((last + cache.shape[1] * cache.shape[3],), (1,))
 
 
 def composition(inputs: Inputs, turns: Tensor, flat: Tensor) -> None:
