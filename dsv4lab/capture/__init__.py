@@ -9,6 +9,7 @@
 `matrix` is the experiment behind the rules: which combinations of torch.compile, warm-up and streams can be captured.
 """
 
+import dsv4lab.kernels  # noqa: F401 (before Triton is imported it decides whether kernels are interpreted)
 from dsv4lab.capture.compiles import frozen
 from dsv4lab.capture.graphs import BucketedGraph, CaptureFailed, graph
 from dsv4lab.capture.lint import Finding, check
