@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from triton.runtime.autotuner import Autotuner
 
 from dsv4lab.kernels import launch
-from dsv4lab.kernels.launch import ColdKernel, describe
+from dsv4lab.kernels.launch import ColdKernel, named
 
 Tell = Callable[[str], None]
 
@@ -75,7 +75,7 @@ def _before_frame(original: Callable) -> Callable:
         if _listeners and _would_compile(frame):
             if not _is_compiled(frame):
                 tensors = {name: value for name, value in frame.f_locals.items() if isinstance(value, torch.Tensor)}
-                _tell(f"torch.compile to compile {frame.f_code.co_name}({describe(tensors)})")
+                _tell(f"torch.compile to compile {frame.f_code.co_name}({named(tensors)})")
             if torch._C._len_torch_dispatch_stack():
                 return ConvertFrameReturn(apply_to_code=False)
         return original(self, frame, *rest, **options)
@@ -103,7 +103,7 @@ def _before_tuning(original: Callable) -> Callable:
     @functools.wraps(original)
     def call(self: Any, *arguments: Any, **options: Any) -> Any:
         tensors = [a for a in (*arguments, *options.values()) if isinstance(a, torch.Tensor)]
-        _tell(f"autotuning of {_kernel_name(self)}({describe(dict(enumerate(tensors)))})")
+        _tell(f"autotuning of {_kernel_name(self)}({named(dict(enumerate(tensors)))})")
         return original(self, *arguments, **options)
 
     return call
@@ -113,7 +113,7 @@ def _before_kernel(before: Callable | None) -> Callable:
     def hook(**call: Any) -> bool | None:
         names = call["fn"].jit_function.arg_names
         constants = {names[path[0]]: value for path, value in call["compile"]["constants"].items()}
-        _tell(f"Triton to compile {call['repr']} with {describe(constants)}")
+        _tell(f"Triton to compile {call['repr']} with {named(constants)}")
         return before and before(**call)
 
     return hook
