@@ -177,7 +177,7 @@ def test_the_step_norms_turns_and_turns_back():
     made = step.Step("split_k", (2,), DEVICE, topk=16)
     hidden, residual, positions = step.inputs(2, DEVICE, seed=1)
     seen = []
-    made.attend = lambda q: (seen.append(q), q)[1]
+    made.attend = lambda q, *new: (seen.append(q), q)[1]
     out, added = made(hidden, residual, positions)
     (q,) = seen
     assert torch.equal(added, residual + hidden) and q.dtype == out.dtype == torch.bfloat16

@@ -12,7 +12,7 @@ from torch import Tensor
 from dsv4lab import numerics, timing
 from dsv4lab.capture import compiles
 from dsv4lab.capture.errors import first_error
-from dsv4lab.capture.step import Step, inputs
+from dsv4lab.capture.step import Step, has_norm_rope, inputs
 
 EAGER = "eager"
 MODES = ("default", "reduce-overhead", "max-autotune-no-cudagraphs")
@@ -43,7 +43,7 @@ class Cell:
 
     @property
     def config(self) -> dict[str, Any]:
-        return asdict(self) | {"B": BATCH}
+        return asdict(self) | {"B": BATCH, "kv_write": "norm_rope" if has_norm_rope() else None}
 
 
 @dataclass(frozen=True)

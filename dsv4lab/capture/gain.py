@@ -1,4 +1,4 @@
-"""What the recipe gains: the decode step's cluster replayed uncompiled, compiled, and the attention in it alone."""
+"""What the recipe gains: the decode step's cluster replayed uncompiled, compiled, and what is opaque in it alone."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -50,11 +50,11 @@ def run(
 
 def _measure(batch: int, device: torch.device, budget_s: float, mode: str, shared: dict) -> list[Record]:
     step, args = Step(ATTENTION, (batch,), device), inputs(batch, device, seed=shared["seed"])
-    q = torch.randn(batch, *step.q_shape, device=device).bfloat16()
-    calls = {"eager": lambda: step(*args), "attention": lambda: (step.attend(q),)}
+    opaque = torch.randn(batch, *step.q_shape, device=device).bfloat16(), args[1][:, : step.q_shape[1]], args[2]
+    calls = {"eager": lambda: step(*args), "attention": lambda: (step.attend(*opaque),)}
     compiled = torch.compile(step.__call__, mode=mode)
     calls["compiled"] = lambda: compiled(*args)
-    checks = {impl: _check(call, step, args, q) for impl, call in calls.items()}
+    checks = {impl: _check(call, step, args, opaque) for impl, call in calls.items()}
     before = timing.clocks(device)
     timed = timing.graph_replay_us(
         {impl: [call] * timing.WARM_CALLS for impl, call in calls.items()}, budget_s=budget_s, device=device
@@ -80,12 +80,14 @@ def _measure(batch: int, device: torch.device, budget_s: float, mode: str, share
     ]
 
 
-def _check(call: Callable[[], Sequence[Tensor]], step: Step, args: tuple[Tensor, ...], q: Tensor) -> dict:
+def _check(
+    call: Callable[[], Sequence[Tensor]], step: Step, args: tuple[Tensor, ...], opaque: tuple[Tensor, ...]
+) -> dict:
     """Against the same step with norm and RoPE in float64, beside the uncompiled one; attention is taken as it is."""
     out = call()[0]
     reference, baseline = step(*args, wide=torch.float64)[0], step(*args)[0]
     if out.shape != reference.shape:  # attention alone
-        reference = baseline = step.attend(q)
+        reference = baseline = step.attend(*opaque)
     found = numerics.check(out, reference, baseline)
     if not found.passed:
         raise CheckFailed(f"the step has error {found.error:.2e}, over its tolerance {found.tolerance:.2e}")
