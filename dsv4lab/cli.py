@@ -110,7 +110,7 @@ def capture(
     *,
     attention: Names = (),
     jobs: OptionalNumber = None,
-    timeout: int = 60,
+    timeout: int = 120,
     out: OptionalFolder = None,
 ) -> int:
     """Try what of torch.compile can be captured in a CUDA graph, then time what can; records both.

@@ -30,6 +30,11 @@ def test_the_matrix_is_the_whole_product_and_every_cell_has_a_name_of_its_own():
     assert {c.attention for c in found} == {"split_k"}
 
 
+def test_what_fills_the_cache_runs_first_and_what_needs_it_filled_last():
+    found = [matrix._wave(cell, "split_k") for name in step.ATTENTION for cell in cells.cells(name)]
+    assert Counter(found) == {0: 12, 1: 2 * (24 + 12), 2: 2 * (48 + 3) - 12, 3: 6}
+
+
 def fate(cell):
     """Stands in for an attempt: what happens is in the name of the stream."""
     match cell.stream:
@@ -142,7 +147,7 @@ def test_a_run_that_is_stopped_leaves_what_it_found(monkeypatch, tmp_path):
 )
 def test_the_command_runs_both_experiments_and_says_how_it_ended(monkeypatch, capsys, tmp_path, error, code, says):
     def fake_matrix(attention, **options):
-        assert (attention, options) == (("split_k",), dict(jobs=4, timeout_s=60, directory=tmp_path))
+        assert (attention, options) == (("split_k",), dict(jobs=4, timeout_s=120, directory=tmp_path))
         return tmp_path / "matrix.jsonl"
 
     def fake_gain(directory):

@@ -80,9 +80,7 @@ def _measure(batch: int, device: torch.device, budget_s: float, mode: str, share
     ]
 
 
-def _check(
-    call: Callable[[], Sequence[Tensor]], step: Step, args: tuple[Tensor, ...], opaque: tuple[Tensor, ...]
-) -> dict:
+def _check(call: Callable[[], Sequence[Tensor]], step: Step, args: Sequence[Tensor], opaque: Sequence[Tensor]) -> dict:
     """Against the same step with norm and RoPE in float64, beside the uncompiled one; attention is taken as it is."""
     out = call()[0]
     reference, baseline = step(*args, wide=torch.float64)[0], step(*args)[0]

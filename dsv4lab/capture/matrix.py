@@ -20,7 +20,7 @@ import torch
 from tqdm import tqdm
 
 from dsv4lab import timing
-from dsv4lab.capture.cells import Cell, Outcome, attempt, cells, configure
+from dsv4lab.capture.cells import EAGER, Cell, Outcome, attempt, cells, configure
 from dsv4lab.capture.step import ATTENTION
 from dsv4lab.files import without_folders
 from dsv4lab.journal import Journal
@@ -31,7 +31,7 @@ from dsv4lab.records import Clocks, Record
 
 EXPERIMENT = "capture"
 JOBS = 16
-TIMEOUT_S = 60
+TIMEOUT_S = 120
 _PRELOAD = ["torch", "triton", "torch._dynamo", "torch._inductor.compile_fx", "torch._inductor.codegen.triton"]
 
 
@@ -57,13 +57,14 @@ def run(
     shared = dict(seed=0, argv=command_line(), git=git_state(), env=environment(device))
     journal = Journal(EXPERIMENT, shared["env"].gpu, directory)
     record = partial(_record, shared=shared, sha256=kernel_hash(sparse_mla), device=device)
-    todo = [cell for name in chosen for cell in cells(name)]
-    todo.sort(key=lambda cell: cell.warmth == "disk")  # when the others have filled it
+    todo = sorted((cell for name in chosen for cell in cells(name)), key=partial(_wave, first=chosen[0]))
     try:
         method = "forkserver" if _forks(todo[0]) else "spawn"
         found = outcomes(todo, attempt, jobs or min(os.cpu_count() or 1, JOBS), timeout_s, method)
         for cell, outcome in tqdm(found, desc=EXPERIMENT, unit="cell", total=len(todo), disable=None):
             journal.add([record(cell, outcome)])
+        right = sum(record.check["passed"] for record in journal.records)
+        print(f"{right} of {len(todo)} cells captured and replayed right", file=sys.stderr)
         return journal.finish()
     except BaseException as error:
         journal.abandon(error, worth_keeping=bool(journal.records))
@@ -83,6 +84,15 @@ def _chosen(attention: Sequence[str] | None) -> list[str]:
         if name == stock_simt.IMPL and reason:
             raise ValueError(f"attention {name!r} cannot run here: {reason}")
     return list(dict.fromkeys(names))
+
+
+def _wave(cell: Cell, first: str) -> int:
+    """What compiles and tunes for long comes first and once, so that the rest finds it in the shared cache."""
+    if cell.warmth == "disk":
+        return 3
+    if cell.mode == EAGER or cell.warmth == "cold":
+        return 1
+    return 0 if cell.attention == first and cell.stream == "none" and cell.warmth in ("same", "other") else 2
 
 
 def _forks(cell: Cell) -> bool:
