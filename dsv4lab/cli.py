@@ -1,4 +1,4 @@
-"""The command line: `dsv4lab run | measure | serve | bench | doctor`, each a thin skin over a function of the package.
+"""The command line: `dsv4lab run | measure | capture | serve | bench | doctor`, each a thin skin over a function.
 
 What the user got wrong is one line on stderr and exit status 2; what went wrong in the lab is exit status 1.
 """
@@ -102,6 +102,44 @@ def measure(
     except (ValueError, OSError) as error:
         raise UsageError(str(error)) from error
     print(f"recorded: {path}")
+    return 0
+
+
+@app.command
+def capture(
+    *,
+    attention: Names = (),
+    jobs: OptionalNumber = None,
+    timeout: int = 120,
+    out: OptionalFolder = None,
+) -> int:
+    """Try what of torch.compile can be captured in a CUDA graph, then time what can; records both.
+
+    Example: dsv4lab capture --attention split_k
+
+    Args:
+        attention: The kernel inside the step: split_k, stock_simt. Those that can run here if none is given.
+        jobs: Cells at once, each in a process of its own. One a core, 16 at most, if not given.
+        timeout: Seconds a cell may take.
+        out: Folder for the record files. records/ of the checkout if not given.
+    """
+    for name, number in (("--jobs", jobs), ("--timeout", timeout)):
+        if number is not None and number < 1:
+            raise UsageError(f"{name} must be at least 1, got {number}")
+    if hardware.probe() is None:
+        raise UsageError("capture needs a CUDA GPU, and torch sees none (dsv4lab doctor says why)")
+    from dsv4lab.capture import gain, matrix
+    from dsv4lab.verdict import CheckFailed
+
+    try:
+        path = matrix.run(attention or None, jobs=jobs, timeout_s=timeout, directory=out)
+        print(f"recorded: {path}", flush=True)
+        print(f"recorded: {gain.run(directory=out)}")
+    except CheckFailed as error:
+        print(f"dsv4lab: {error}", file=sys.stderr)
+        return 1
+    except (ValueError, OSError) as error:
+        raise UsageError(str(error)) from error
     return 0
 
 

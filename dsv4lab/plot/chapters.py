@@ -36,7 +36,8 @@ def provenance(*runs: Sequence[Record]) -> pd.DataFrame:
 def _origin(run: Sequence[Record]) -> dict[str, str]:
     last, env = run[-1], run[-1].env
     clocks = [clock["sm_mhz"] for r in run for clock in (r.clocks.before, r.clocks.after) if clock]
-    strained = [r.check["error"] / (r.check["tolerance"] or 1.0) for r in run if r.config]  # exact: an error of 0 of 0
+    # exact results have an error of 0 of 0, and what is not a measurement has none
+    strained = [r.check["error"] / (r.check["tolerance"] or 1.0) for r in run if r.config and "error" in r.check]
     commit = last.git.commit[:12] if last.git.commit else "not committed then"
     return {
         "record file": last.file,
@@ -48,7 +49,7 @@ def _origin(run: Sequence[Record]) -> dict[str, str]:
         "kernel source (sha256)": next(r.kernel_sha256 for r in run if r.kernel_sha256)[:12],
         "rivals": ", ".join(sorted({r.config["package"] for r in run if "package" in r.config})) or "none",
         "SM clock (MHz)": f"{min(clocks):.0f} to {max(clocks):.0f}" if clocks else "unknown",
-        "largest error / its tolerance": number(max(strained)),
+        "largest error / its tolerance": number(max(strained)) if strained else "nothing of this kind",
     }
 
 
