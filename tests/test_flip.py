@@ -1,0 +1,74 @@
+"""What the bf16 flip is measured by, on inputs small enough to know the answer."""
+
+import json
+
+import pytest
+import torch
+
+from dsv4lab import flip, hardware, records
+
+DEVICE = "cpu" if hardware.probe() is None else "cuda"
+
+
+@pytest.mark.parametrize("kind", flip.KEYS)
+def test_keys_are_finite_and_the_middle_road_scores_as_fp32(kind):
+    query = flip.make_query(kind, 600, device=DEVICE, seed=1)
+    exact, forced, middle, rounded = (
+        flip.scores(query, product).double() for product in ("fp64", "fp32", "bf16_fp32_out", "bf16")
+    )
+    assert exact.isfinite().all() and query.keys.shape == (600, 128)
+    size = exact.abs().max()
+    assert (forced - exact).abs().max() < 1e-5 * size and (middle - exact).abs().max() < 1e-5 * size
+    assert 1e-5 * size < (rounded - exact).abs().max() < 1e-1 * size
+
+
+def test_near_ties_are_nearer_than_random_scores():
+    spread = {}
+    for kind in ("random", "near_tie"):
+        score = flip.scores(flip.make_query(kind, 600, device=DEVICE, seed=2), "fp64")
+        spread[kind] = (score.std() / score.abs().max()).item()
+    assert spread["near_tie"] < 0.2 * spread["random"]
+
+
+def test_of_equal_scores_the_first_are_chosen():
+    assert flip.chosen(torch.tensor([0.0, 1.0, 0.0, 2.0, 0.0]), 4).tolist() == [3, 1, 0, 2]
+
+
+def test_attention_sees_what_the_selection_missed():
+    query = flip.make_query("random", 700, device=DEVICE, seed=3)
+    right = flip.chosen(flip.scores(query, "fp64"))
+    rest = torch.tensor(sorted(set(range(700)) - set(right.tolist())), device=DEVICE)
+    swapped = right.clone()
+    swapped[-20:] = rest[:20]
+    far, near = (flip.attention_error(query, right, swapped, aligned=a, seed=0, heads=4) for a in (False, True))
+    assert flip.attention_error(query, right, right.flip(0), aligned=False, seed=0, heads=4) < 1e-12
+    assert 0 < near < far < 1
+
+
+def test_streams_drift_as_bf16_streams_do_and_more_with_a_coarser_product():
+    errors = flip.drift(layers=2, hidden=256, tokens=3, device=DEVICE)
+    assert {len(each) for each in errors.values()} == {2}
+    assert all(1e-3 < each[0] < 1e-2 for each in errors.values())
+    assert errors["split_k"][-1] == pytest.approx(errors["fp32"][-1], rel=0.1)
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(ValueError, match="kind must be one of random, clustered, near_tie, got 'flat'"):
+        flip.make_query("flat", 600, device=DEVICE, seed=0)
+    with pytest.raises(ValueError, match="got 'fp8'"):
+        flip.scores(flip.make_query("random", 600, device=DEVICE, seed=0), "fp8")
+
+
+def test_a_run_is_two_record_files(tmp_path, capsys):
+    size = flip._Size((600,), 1, 256, 2, 1)
+    paths = list(flip.run(size, tmp_path, device=torch.device(DEVICE)))
+    assert [json.loads(path.read_text().splitlines()[0])["experiment"] for path in paths] == [
+        flip.SELECTION,
+        flip.DRIFT,
+    ]
+    found = records.read(flip.SELECTION, tmp_path)
+    assert {(r.case, r.impl) for r in found} == {(f"{k}_n600", p) for k in flip.KEYS for p in flip.PRODUCTS}
+    forced = next(r for r in found if r.impl == "fp32")
+    assert forced.result["overlap"] == 1 and forced.result["worst_error_aligned"] == 0
+    assert set(records.read(flip.DRIFT, tmp_path)[0].result) == {"layer_1"}
+    assert "near_tie_n600 fp32 1 " in capsys.readouterr().err
