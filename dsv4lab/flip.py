@@ -172,8 +172,8 @@ def drift(
     """By product: the relative error of the streams after each layer, beside the same network with float64 streams.
 
     Each layer is twice MHC-pre, a random linear map of the normalised hidden state through tanh, and the update of the
-    streams as SGLang has it. Streams are bf16 between the steps as in the model (float64 in the reference), so that `fp32` is
-    what a bf16 model drifts anyway.
+    streams as SGLang has it. Streams are bf16 between the steps as in the model (float64 in the reference), so that
+    `fp32` is what a bf16 model drifts anyway.
     """
     g = torch.Generator(device).manual_seed(seed)
 
