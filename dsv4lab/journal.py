@@ -1,0 +1,43 @@
+"""The records of a run in progress: on disk, in a `.partial` file, as soon as each is made."""
+
+import os
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from dsv4lab import records
+from dsv4lab.records import Record
+
+
+class Journal:
+    """What `experiment` has recorded so far on one GPU; `finish` makes it a record file of the folder `directory`."""
+
+    def __init__(self, experiment: str, gpu: str | None, directory: Path | str | None):
+        self.experiment = experiment
+        self.directory = records.root() if directory is None else Path(directory)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        stem = f"{experiment}_{records.gpu_slug(gpu)}_{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
+        self.path = self.directory / f"{stem}.partial"
+        self.path.touch(exist_ok=False)
+        self.records: list[Record] = []
+
+    def add(self, new: Sequence[Record]) -> None:
+        self.records += new
+        with self.path.open("a", encoding="utf-8") as file:
+            file.writelines(record.model_dump_json(by_alias=True) + "\n" for record in new)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def finish(self) -> Path:
+        path = records.write(self.records, self.experiment, self.directory)
+        self.path.unlink()
+        return path
+
+    def abandon(self, error: BaseException, keep: bool) -> str | None:
+        """Leaves the `.partial` file and notes it on `error`, or removes it where it is not worth keeping."""
+        if not keep:
+            self.path.unlink()
+            return None
+        message = f"what was measured until then is in {self.path}"
+        error.add_note(message)
+        return message
