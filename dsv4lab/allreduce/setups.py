@@ -6,8 +6,8 @@ KIB, MIB = 1024, 1024**2
 SIZES = tuple(4 * KIB << n for n in range(15))
 """Bytes of a message: 4 KiB to 64 MiB."""
 QUICK_SIZES = (4 * KIB, 64 * KIB, 256 * KIB, 512 * KIB, 1 * MIB, 16 * MIB)
-CPU_SIZES = SIZES[:11]
-"""For gloo, which shares one memory and few cores among all ranks: up to 4 MiB."""
+CPU_SIZES = SIZES[:9]
+"""For gloo, which shares one memory and few cores among all ranks: up to 1 MiB."""
 
 _NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 _ON_THIS_MACHINE = {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}

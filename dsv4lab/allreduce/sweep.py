@@ -73,7 +73,7 @@ def run(
 
     Raises:
         ValueError: a name that does not exist, fewer than 2 ranks or more than GPUs. CheckFailed: at the end, with the
-        file written, if a setup failed, gave a wrong sum or had no time. RuntimeError: nothing could be measured.
+        file written, if a setup failed, gave a wrong sum or had no time; or nothing could be measured.
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     on_gpus = gpus >= 2
@@ -108,7 +108,7 @@ class _Sweep:
                     continue
                 failures += self._measure(setup)
             if not self.journal.records:
-                raise RuntimeError(f"nothing could be measured: {'; '.join(failures)}")
+                raise CheckFailed(f"nothing could be measured: {'; '.join(failures)}")
             path = self.journal.finish()
         except BaseException as error:
             self.journal.abandon(error, keep=bool(self.journal.records))
@@ -247,16 +247,14 @@ def _wait(processes: Sequence[subprocess.Popen], limit_s: float) -> str | None:
 
 
 def _last_words(outputs: Sequence[Path], processes: Sequence[subprocess.Popen]) -> str:
-    """What the first rank that failed by itself said last."""
-    codes = [process.returncode for process in processes]
-    rank = next((rank for rank, code in enumerate(codes) if code not in (0, -signal.SIGKILL)), 0)
-    for path in (outputs[rank], outputs[rank].with_suffix(".err")):
-        if said := path.read_text(errors="replace").strip().splitlines():
-            if path.suffix == ".err":
-                return without_folders(said[-1][:300])
-            if said[-1].startswith('{"failed"'):
-                return without_folders(json.loads(said[-1])["failed"][:300])
-    return f"rank {rank} ended with {codes[rank]}"
+    """What each rank that ended by itself, and badly, said last."""
+    said = []
+    for rank, (path, process) in enumerate(zip(outputs, processes, strict=True)):
+        if process.returncode not in (0, -signal.SIGKILL):
+            text = path.with_suffix(".err").read_text(errors="replace").strip()
+            last = text.splitlines()[-1][:300] if text else f"ended with {process.returncode}"
+            said.append(f"rank {rank}: {without_folders(last)}")
+    return "; ".join(said) or "a rank was killed"
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

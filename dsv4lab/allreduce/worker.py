@@ -221,8 +221,9 @@ def main() -> None:
         dist.barrier()
     except Exception as error:
         status = 1
-        print(json.dumps({"failed": f"{type(error).__name__}: {error}".splitlines()[0]}))
+        print(f"{type(error).__name__}: {error}".splitlines()[0], file=sys.stderr)
     sys.stdout.flush()
+    sys.stderr.flush()
     os._exit(status)  # all is said, and the end of a communicator can wait for ever
 
 
