@@ -203,9 +203,45 @@ def step_s(all_reduce: Cost, batch: int, tp: int, model: DeepSeekV4Flash = DSV4_
     return sum(c.count * parts[c.kind] * all_reduce.time_s(c.nbytes) for c in step(batch, tp, model))
 
 
-def batch_bytes(batch: float, model: DeepSeekV4Flash = DSV4_FLASH) -> float:
-    """Bytes of one all-reduced hidden state of `batch` tokens."""
-    return batch * model.hidden_size * BF16
+def nccl_choice(link: Link, ranks: int, nbytes: float) -> tuple[str, str]:
+    """The (algorithm, protocol) of NCCL that should take least time; LL128 only over NVLink, as NCCL has it."""
+    protocols = PROTOCOLS if link.kind == "nvlink" else ("LL", "Simple")
+    pairs = [(algorithm, protocol) for algorithm in NCCL_ALGORITHMS for protocol in protocols]
+    return min(pairs, key=lambda pair: cost(link, ranks, *pair).time_s(nbytes))
+
+
+def predicted_s(link: Link, ranks: int, impl: str, nbytes: float) -> float:
+    """Seconds of an all-reduce by the name that records give an implementation: nccl, nccl_ring_ll, one_shot, ..."""
+    if impl == "nccl":
+        return cost(link, ranks, *nccl_choice(link, ranks, nbytes)).time_s(nbytes)
+    names = {f"nccl_{a}_{p.lower()}": (a, p) for a in NCCL_ALGORITHMS for p in PROTOCOLS}
+    names |= {"one_shot": ("one_shot",), "two_shot": ("two_shot",)}
+    _known("impl", impl, ("nccl", *names))
+    return cost(link, ranks, *names[impl]).time_s(nbytes)
+
+
+def levers_s(all_reduce: Cost, rest_s: float, batch: int, tp: int) -> dict[str, float]:
+    """Seconds that a decode step would take at best, by what is done about its collectives.
+
+    rest_s: the step without them, which none of these changes. "as it is" comes first. Overlapped: the batch in two
+    halves, one computing while the other communicates, so twice as many messages. 8 and 4 bits: with a bf16 scale for
+    32 values. Sequence parallel: a reduce-scatter and an all-gather have the bytes and hops of an all-reduce; what is
+    gathered can have 8 bits, for it is quantised anyway where it goes next.
+    """
+    part = {bits: (bits + 16 / 32) / 16 for bits in (8, 4)}
+
+    def step_with(bytes_left: float) -> float:
+        return rest_s + step_s(Cost(all_reduce.latency_s, bytes_left * all_reduce.s_per_byte), batch, tp)
+
+    return {
+        "as it is": step_with(1.0),
+        "overlapped in two halves": max(rest_s, 2 * step_s(all_reduce, -(-batch // 2), tp)),
+        "all-reduce in 8 bits": step_with(part[8]),
+        "all-reduce in 4 bits": step_with(part[4]),
+        "sequence parallel": step_with(1.0),
+        "sequence parallel, gathered in 8 bits": step_with((1 + part[8]) / 2),
+        "no communication at all": rest_s,
+    }
 
 
 def _known(argument: str, value: str, known: tuple[str, ...]) -> None:

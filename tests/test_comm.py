@@ -126,3 +126,27 @@ def test_the_protocols_cross_where_a_deployment_saw_them_cross():
     faster = rates["Simple"] > rates["default"]
     assert faster.to_dict() == {"C=1": False, "C=4": False, "C=16": True, "C=32": True}
     assert 4 < ll.crossing(simple) / 40960 < 16
+
+
+def test_nccl_chooses_low_latency_for_short_messages_and_ll128_over_nvlink_alone():
+    pcie, nvlink = LINKS["pcie5_switches"], LINKS["nvlink4"]
+    assert comm.nccl_choice(pcie, 8, 4096)[1] == "LL"
+    assert comm.nccl_choice(pcie, 8, 1 << 26) == ("ring", "Simple")
+    assert {comm.nccl_choice(nvlink, 8, 1 << n)[1] for n in range(12, 27)} == {"LL", "LL128", "Simple"}
+    assert "LL128" not in {comm.nccl_choice(pcie, 8, 1 << n)[1] for n in range(12, 27)}
+    best = min(cost(pcie, 8, "ring", p).time_s(4096) for p in comm.PROTOCOLS)
+    assert comm.predicted_s(pcie, 8, "nccl", 4096) == best == comm.predicted_s(pcie, 8, "nccl_ring_ll", 4096)
+    with pytest.raises(ValueError, match=r"impl must be one of nccl, .*'nccl_4_channels'"):
+        comm.predicted_s(pcie, 8, "nccl_4_channels", 4096)
+
+
+def test_levers_buy_no_more_than_all_communication():
+    line = cost(LINKS["pcie5_host_bridges"], 8, "ring", "LL")
+    found = comm.levers_s(line, 0.1, 64, 8)
+    assert found["as it is"] == found["sequence parallel"] == pytest.approx(0.1 + comm.step_s(line, 64, 8))
+    assert found["overlapped in two halves"] == found["no communication at all"] == 0.1
+    assert found["as it is"] > found["all-reduce in 8 bits"] > found["all-reduce in 4 bits"] > 0.1
+    exposed = comm.levers_s(line, 0.001, 64, 8)["overlapped in two halves"]
+    assert exposed == pytest.approx(2 * comm.step_s(line, 32, 8))  # nothing to hide it behind
+    latency_alone = comm.levers_s(Cost(20e-6, 0.0), 0.1, 1, 8)
+    assert latency_alone["all-reduce in 4 bits"] == latency_alone["as it is"]

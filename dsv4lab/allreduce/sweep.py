@@ -63,8 +63,8 @@ def run(
 ) -> Path:
     """Measures every setup and returns the new record file.
 
-    With two GPUs or more it is NCCL and kernels over symmetric memory, on `ranks` of them (all, if None); else gloo on
-    the CPU with `ranks` processes (2, if None).
+    With two GPUs or more it is NCCL and kernels over symmetric memory, on `ranks` of them (all, if None). Without, or
+    asked for "gloo" alone, it is gloo on the CPU with `ranks` processes (2, if None).
 
     Args:
         quick: fewer sizes and setups.
@@ -76,10 +76,11 @@ def run(
         file written, if a setup failed, gave a wrong sum or had no time; or nothing could be measured.
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    on_gpus = gpus >= 2
+    on_gpus = gpus >= 2 and list(impls or ()) != ["gloo"]
     ranks = ranks or (gpus if on_gpus else 2)
     if not 2 <= ranks <= (gpus if on_gpus else 64):
-        raise ValueError(f"ranks must be at least 2 and at most the number of GPUs ({gpus}), got {ranks}")
+        most = f"the {gpus} GPUs" if on_gpus else "64 processes"
+        raise ValueError(f"ranks must be at least 2 and at most {most}, got {ranks}")
     known = {setup.name: setup for setup in (setups.GPU_SETUPS if on_gpus else setups.CPU_SETUPS)}
     some = setups.QUICK_SETUPS if quick and on_gpus else known.values()
     chosen = [known[name] for name in _chosen("impls", impls, known, [setup.name for setup in some])]

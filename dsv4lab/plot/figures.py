@@ -52,6 +52,15 @@ def time_against(
     return _closed(figure)
 
 
+def lines_against(
+    panels: Mapping[str, Sequence[tuple[Look, pd.Series]]], xlabel: str, ylabel: str, title: str | None = None
+) -> Figure:
+    """Lines over whole numbers, which are their indices, on log scales; a panel for each name."""
+    with styled():
+        figure, _ = _panels(panels, ylabel, title, xlabel)
+    return _closed(figure)
+
+
 def megabytes_against(megabytes: pd.DataFrame, xlabel: str, title: str | None = None) -> Figure:
     """Memory traffic (MB) against the index of the table, a line for each column, which is an implementation."""
     with styled():

@@ -38,7 +38,15 @@ INDEXER = {
     "fused": Look("Triton, fused", SKY, "^"),
     "deepgemm": Look("DeepGEMM", GREEN, "v"),
 }
-LOOKS = ATTENTION | INDEXER | {"floor": Look("roofline floor", GREY, "", "--")}
+ALL_REDUCE = {
+    "nccl": Look("NCCL", BLACK, "s"),
+    "nccl_ring_ll": Look("NCCL ring LL", VERMILLION, "D"),
+    "nccl_ring_simple": Look("NCCL ring Simple", BLUE, "o"),
+    "one_shot": Look("one-shot", GREEN, "v"),
+    "two_shot": Look("two-shot", SKY, "^"),
+    "gloo": Look("gloo", GREY, "X"),
+}
+LOOKS = ATTENTION | INDEXER | ALL_REDUCE | {"floor": Look("roofline floor", GREY, "", "--")}
 
 
 def look(impl: str) -> Look:
