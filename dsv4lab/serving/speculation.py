@@ -154,7 +154,8 @@ def _conditions(body: list[ast.stmt], target: ast.stmt) -> list[ast.expr]:
             inside = any(node is target for part in statement.body for node in ast.walk(part))
             found.append(statement.test if inside else _negated(statement.test))
             return found + _conditions(statement.body if inside else statement.orelse, target)
-        found += getattr(statement, "decorator_list", [])  # as one that registers a function for an architecture
+        decorators = getattr(statement, "decorator_list", [])  # one may register a function for an architecture
+        found += [each for each in decorators if ast.unparse(each).startswith("_register_for(")]
         return found + _conditions(list(ast.iter_child_nodes(statement)), target)
     return found
 
