@@ -98,9 +98,9 @@ def measure(
     if stem == "allreduce":
         if peers or sweep:
             raise UsageError("--peers and --sweep are not for allreduce: it always measures all there is")
-        from dsv4lab import allreduce
+        from dsv4lab.allreduce import sweep as module
 
-        return _recorded(lambda: allreduce.run(ranks, quick=quick, sizes=case, impls=impl, directory=out))
+        return _recorded(lambda: module.run(ranks, quick=quick, sizes=case, impls=impl, directory=out))
     if quick or ranks is not None:
         raise UsageError("--quick and --ranks are for allreduce alone")
     if hardware.probe() is None:

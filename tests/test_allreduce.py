@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dsv4lab import allreduce, comm, records
+from dsv4lab import comm, records
 from dsv4lab.allreduce import setups, sweep, worker
 from dsv4lab.verdict import CheckFailed
 
@@ -25,7 +25,7 @@ node:7:7 [0] NCCL INFO AllReduce: 67108864 Bytes -> Algo RING proto SIMPLE chann
 
 
 def test_two_processes_are_measured_and_recorded(tmp_path):
-    path = allreduce.run(2, sizes=["4KiB", "64KiB"], directory=tmp_path)
+    path = sweep.run(2, sizes=["4KiB", "64KiB"], directory=tmp_path)
     run = records.read("allreduce", tmp_path)
     assert (path.name, [record.case for record in run]) == (run[0].file, ["n2_4KiB", "n2_64KiB"])
     assert list(tmp_path.iterdir()) == [path]
@@ -49,14 +49,14 @@ def test_what_every_rank_got_to_is_recorded_and_failures_are_named(tmp_path, mon
     lines = [[good, wrong, good], [good | {"samples_us": [2.0, 3.0]}, wrong]]
     monkeypatch.setattr(sweep._Sweep, "_group", lambda *_, **__: sweep.Group(lines, "not done within 45 s"))
     with pytest.raises(CheckFailed, match=r"gloo eager at 8KiB: error 1.00e\+00.*; gloo: not done within 45 s \(the "):
-        allreduce.run(2, directory=tmp_path)
+        sweep.run(2, directory=tmp_path)
     (record,) = records.read("allreduce", tmp_path)
     assert record.samples_us == [2.0, 5.0]  # the slowest rank's
 
 
 def test_setups_without_time_are_named_and_nothing_is_left(tmp_path):
     with pytest.raises(CheckFailed, match="nothing could be measured: gloo: no time left"):
-        allreduce.run(2, directory=tmp_path, total_s=-1)
+        sweep.run(2, directory=tmp_path, total_s=-1)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -70,7 +70,7 @@ def test_setups_without_time_are_named_and_nothing_is_left(tmp_path):
 )
 def test_what_cannot_be_measured_is_refused(tmp_path, arguments, complaint):
     with pytest.raises(ValueError, match=complaint):
-        allreduce.run(**arguments, directory=tmp_path)
+        sweep.run(**arguments, directory=tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 

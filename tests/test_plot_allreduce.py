@@ -55,3 +55,12 @@ def test_a_fit_of_reported_times_is_the_line_through_them():
     frame = pd.DataFrame({"impl": ["a", "a", "b"], "KiB": [4.0, 8.0, 4.0], "us": [10.0, 14.0, 99.0]})
     found = frames.fitted(frame, "a")
     assert (1e6 * found.latency_s, 1e6 * found.time_s(4096)) == (pytest.approx(6.0), pytest.approx(10.0))
+
+
+def test_protocols_cross_at_larger_batches_on_faster_links():
+    table = frames.crossings([2, 8])
+    assert table.loc["pcie5_nominal"].gt(table.loc["pcie5_host_bridges"]).all()
+    link = comm.LINKS["pcie5_switches"]
+    low, high = (comm.cost(link, 8, "ring", protocol) for protocol in ("LL", "Simple"))
+    nbytes = 8192 * table.loc["pcie5_switches", "8 GPUs"]
+    assert low.time_s(nbytes) == pytest.approx(high.time_s(nbytes))

@@ -3,7 +3,3 @@
 `setups` names what is compared, `worker` is one rank, `sweep` starts the ranks of one setup after the other and records
 what they say. NVLink multicast (NVLS, multimem) stays off throughout: GPUs on PCIe have none.
 """
-
-from dsv4lab.allreduce.sweep import EXPERIMENT, run
-
-__all__ = ["EXPERIMENT", "run"]

@@ -201,7 +201,7 @@ class _Sweep:
             timed=timed,
         )
         jobs = [json.dumps(asdict(replace(job, rank=rank))) for rank in range(self.ranks)]
-        commands = [[sys.executable, "-m", worker.__name__, job] for job in jobs]
+        commands = [[sys.executable, "-c", f"from {worker.__name__} import main; main()", job] for job in jobs]
         with tempfile.TemporaryDirectory() as folder:
             outputs = [Path(folder, f"{rank}.jsonl") for rank in range(self.ranks)]
             with _started(commands, outputs, os.environ | setups.variables(setup)) as processes:

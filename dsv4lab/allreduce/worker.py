@@ -1,8 +1,6 @@
 """One rank: checks and times the all-reduces it is told, and prints a JSON line for each.
 
-    python -m dsv4lab.allreduce.worker '{"rank": 0, "ranks": 2, "port": 29500, ...}'
-
-Started by `sweep`, which holds the store at which the ranks meet, and without which none lives on.
+Started by `sweep`, which gives it a `Job` as JSON and holds the store at which the ranks meet; it does not outlive it.
 """
 
 import ctypes
@@ -102,7 +100,8 @@ class Rank:
         if self.cuda:
             torch.cuda.set_device(self.device)
         store = dist.TCPStore("127.0.0.1", job.port, job.ranks, is_master=False)
-        dist.init_process_group(job.backend, store=store, rank=job.rank, world_size=job.ranks)
+        device = self.device if self.cuda else None
+        dist.init_process_group(job.backend, store=store, rank=job.rank, world_size=job.ranks, device_id=device)
 
     def run(self) -> None:
         for mode in self.job.modes:  # what may fail in a capture comes last

@@ -111,6 +111,16 @@ def wire_us(batches: list[int], ranks: int, link: comm.Link) -> pd.Series:
     return pd.Series({b: 1e6 * comm.wire_bytes(n, ranks) / link.ring_bytes_per_s for b, n in nbytes.items()})
 
 
+def crossings(ranks: list[int]) -> pd.DataFrame:
+    """The batch from which Simple beats LL in a ring, by the model: a row a link, a column a number of ranks."""
+    table = {}
+    for link in comm.LINKS.values():
+        for n in ranks:
+            low, high = (comm.cost(link, n, "ring", protocol) for protocol in ("LL", "Simple"))
+            table.setdefault(link.name, {})[f"{n} GPUs"] = low.crossing(high) / comm.step(1, n)[0].nbytes
+    return pd.DataFrame.from_dict(table, orient="index")
+
+
 def shares(costs: Mapping[str, comm.Cost], campaign: pd.DataFrame, ranks: int) -> pd.DataFrame:
     """Percent of the campaign's step (`of_campaign`) that all its collectives would be at each cost, by batch."""
     table = {
