@@ -152,7 +152,8 @@ def _label(axes: Axes, lines: Sequence[tuple[Look, pd.Series]]) -> None:
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high - low < 3 else (1,)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.10g}"))
     axes.yaxis.set_minor_locator(NullLocator())
-    ends = [(each, series.dropna().index[-1], series.dropna().iloc[-1]) for each, series in lines]
+    named = [(each, series.dropna()) for each, series in lines if each.label]
+    ends = [(each, series.index[-1], series.iloc[-1]) for each, series in named]
     heights = _apart([(np.log10(y) - low) / (high - low) for _, _, y in ends])
     for (each, x, y), height in zip(ends, heights, strict=True):
         where = {"xy": (x, y), "xytext": (1.02, height), "textcoords": "axes fraction"}
