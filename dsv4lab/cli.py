@@ -4,7 +4,7 @@ What the user got wrong is one line on stderr and exit status 2; what went wrong
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -74,29 +74,50 @@ def measure(
     *,
     peers: bool = False,
     sweep: bool = False,
+    ranks: OptionalNumber = None,
+    quick: bool = False,
     case: Names = (),
     impl: Names = (),
     out: OptionalFolder = None,
 ) -> int:
-    """Check, time and record a kernel module on this GPU.
+    """Check, time and record a kernel module on this GPU, or allreduce over several.
 
     Example: dsv4lab measure sparse_mla --peers --case b32_h64
 
     Args:
-        stem: A module of dsv4lab/kernels that has CASES.
+        stem: A module of dsv4lab/kernels that has CASES, or allreduce: NCCL and its rivals on all GPUs of this machine,
+            gloo on its CPU where there are not two.
         peers: Measure other people's kernels in the same run, where they are installed.
         sweep: Measure the module's candidate configurations instead: what its table of configs is chosen from.
-        case: One of the module's CASES, all if none is given.
+        ranks: For allreduce: how many GPUs, or processes on the CPU.
+        quick: For allreduce: fewer sizes and configurations.
+        case: One of the module's CASES, all if none is given. For allreduce a size, as 512KiB.
         impl: One of the module's IMPLEMENTATIONS (with --sweep, CANDIDATES), all if none is given.
         out: Folder for the record file. records/ of the checkout if not given.
     """
+    if stem == "allreduce":
+        if peers or sweep:
+            raise UsageError("--peers and --sweep are not for allreduce: it always measures all there is")
+        from dsv4lab.allreduce import sweep as module
+
+        return _recorded(lambda: module.run(ranks, quick=quick, sizes=case, impls=impl, directory=out))
+    if quick or ranks is not None:
+        raise UsageError("--quick and --ranks are for allreduce alone")
     if hardware.probe() is None:
         raise UsageError("measure needs a CUDA GPU, and torch sees none (dsv4lab doctor says why)")
     from dsv4lab import measure as module
 
+    names = dict(cases=case or None, impls=impl or None)
+    return _recorded(lambda: module.run(stem, **names, peers=peers, sweep=sweep, directory=out))
+
+
+def _recorded(run: Callable[[], Path]) -> int:
+    """Says where a measurement went, or what went wrong with it."""
+    from dsv4lab.verdict import CheckFailed
+
     try:
-        path = module.run(stem, cases=case or None, impls=impl or None, peers=peers, sweep=sweep, directory=out)
-    except module.CheckFailed as error:
+        path = run()
+    except CheckFailed as error:
         print(f"dsv4lab: {error}", file=sys.stderr)
         return 1
     except (ValueError, OSError) as error:

@@ -198,3 +198,18 @@ def test_doctor_sees_a_torch_without_cuda_beside_a_driver(monkeypatch):
     finding = doctor._gpu(None)
     assert "2.13.0+cpu sees none, though nvidia-smi is here" in finding.text
     assert finding.fix
+
+
+@pytest.mark.parametrize(
+    ("args", "complaint"),
+    [
+        (["sparse_mla", "--quick"], "--quick and --ranks are for allreduce alone"),
+        (["sparse_mla", "--ranks", "2"], "--quick and --ranks are for allreduce alone"),
+        (["allreduce", "--peers"], "--peers and --sweep are not for allreduce"),
+        (["allreduce", "--ranks", "1"], "ranks must be at least 2"),
+        (["allreduce", "--case", "3KiB"], "sizes has no '3KiB'"),
+    ],
+)
+def test_allreduce_and_kernels_have_options_of_their_own(capsys, tmp_path, args, complaint):
+    assert status("measure", *args, "--out", str(tmp_path)) == 2
+    assert complaint in capsys.readouterr().err

@@ -38,7 +38,18 @@ INDEXER = {
     "fused": Look("Triton, fused", SKY, "^"),
     "deepgemm": Look("DeepGEMM", GREEN, "v"),
 }
-LOOKS = ATTENTION | INDEXER | {"floor": Look("roofline floor", GREY, "", "--")}
+ALL_REDUCE = {
+    "nccl": Look("NCCL", BLACK, "s"),
+    "nccl_ring_ll": Look("NCCL ring LL", VERMILLION, "D"),
+    "nccl_ring_simple": Look("NCCL ring Simple", BLUE, "o"),
+    "nccl_ring_ll128": Look("NCCL ring LL128", ORANGE, "P"),
+    "nccl_tree_ll": Look("NCCL tree LL", VERMILLION, "<", ":"),
+    "nccl_tree_simple": Look("NCCL tree Simple", BLUE, ">", ":"),
+    "one_shot": Look("one-shot", GREEN, "v"),
+    "two_shot": Look("two-shot", SKY, "^"),
+    "gloo": Look("gloo", GREY, "X"),
+}
+LOOKS = ATTENTION | INDEXER | ALL_REDUCE | {"floor": Look("roofline floor", GREY, "", "--")}
 
 
 def look(impl: str) -> Look:
