@@ -14,10 +14,10 @@ from dsv4lab.trace.frames import Trace, concat, constant, events_frame, marks_fr
 UNREADABLE = np.iinfo(np.int64).min
 """A time that is no number."""
 
-GRAPH_LAUNCH = re.compile(r"graph_?launch", re.IGNORECASE)
+GRAPH_LAUNCH = re.compile(r"graph[_ ]?launch", re.IGNORECASE)
 UNSEEN_GRAPH = "graph launch outside the trace"
 OF_LAUNCH = ("op", "parents", "shapes", "dtypes", "strides", "stack")
-_LAUNCH = re.compile(r"launch|memcpy|memset", re.IGNORECASE)
+_LAUNCH = re.compile(r"launch|memcpy|memset|begincapture", re.IGNORECASE)
 _SYNC = re.compile(r"synchronize", re.IGNORECASE)
 _GPU = ("kernel", "memcpy", "memset")
 DEPTH = 24
@@ -41,7 +41,8 @@ def assembled(frames: dict[str, pd.DataFrame], meta: dict[str, Any], lost: Count
     events = events.iloc[np.argsort(events["ts"].to_numpy(), kind="stable")].reset_index(drop=True)
     events = _cut(events, latest, lost)
     calls = frames.get("launch")
-    launches = None if calls is None else _launches(calls, frames.get("op"), frames.get("python"))
+    calls = None if calls is None else calls[matching(calls["name"], _LAUNCH) & (calls["ts"] != UNREADABLE)]
+    launches = None if calls is None or calls.empty else _launches(calls, frames.get("op"), frames.get("python"))
     return Trace(_launched(events, launches), _marks(frames, meta), meta, +lost, launches)
 
 
@@ -60,9 +61,13 @@ def _sound(frame: pd.DataFrame, lost: Counter[str]) -> pd.DataFrame:
 
 
 def _gpu(kind: str, frame: pd.DataFrame, meta: dict[str, Any]) -> pd.DataFrame:
-    columns = {name: frame[name].array for name in frame}
+    columns = {name: _used(frame[name].array) for name in frame}
     columns |= {"kind": constant(kind, len(frame)), "rank": np.full(len(frame), int(meta.get("rank") or 0))}
     return events_frame(columns, len(frame))
+
+
+def _used(values: pd.api.extensions.ExtensionArray) -> pd.api.extensions.ExtensionArray:
+    return values.remove_unused_categories() if isinstance(values, pd.Categorical) else values
 
 
 def _cut(events: pd.DataFrame, latest: int | None, lost: Counter[str]) -> pd.DataFrame:
@@ -83,14 +88,15 @@ def _cut(events: pd.DataFrame, latest: int | None, lost: Counter[str]) -> pd.Dat
         beyond = ts + dur > end + (end - int(ts.min()))
         dur = dur.mask(beyond, end - ts)
         overlong |= beyond
-    lost["GPU events whose duration was cut: they ran past others of their stream or past the trace"] += overlong.sum()
+    lost["GPU events whose duration was cut: they ran past others of their stream or past the trace"] += int(
+        overlong.sum()
+    )
     return events.assign(dur=dur) if overlong.any() else events
 
 
 def _launches(calls: pd.DataFrame, ops: pd.DataFrame | None, python: pd.DataFrame | None) -> pd.DataFrame:
     """The calls that launch work, in order, with the op and the Python frames around each."""
-    calls = calls[matching(calls["name"], _LAUNCH) & (calls["ts"] != UNREADABLE)].sort_values("ts", kind="stable")
-    calls = calls.reset_index(drop=True)
+    calls = calls.sort_values("ts", kind="stable", ignore_index=True)
     columns: dict[str, Any] = {name: constant("", len(calls)) for name in OF_LAUNCH}
     if ops is not None:
         spans = _Spans(ops)
