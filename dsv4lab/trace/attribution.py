@@ -39,7 +39,7 @@ def joined(trace: Trace, other: Trace) -> Trace:
         found |= _by_order(rows, other.launches) if eager.empty else _by_identity(rows, eager)
     if not found:
         raise ValueError("capture has neither kernels nor a series of launches that match a replayed graph")
-    columns = {name: trace.events[name].astype(object).to_numpy() for name in OF_LAUNCH}
+    columns = {name: trace.events[name].astype(object).tolist() for name in OF_LAUNCH}
     for row, source in found.items():
         for name in OF_LAUNCH:
             columns[name][row] = getattr(source, name)

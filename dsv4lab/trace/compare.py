@@ -22,8 +22,8 @@ def compared(before: Trace, after: Trace, by: Literal["kernel", "family"] = "ker
     """
     unit, (first, second) = comparable(before, after)
     keys = ["family"] if by == "family" else ["family", "name"]
-    left, right = _sums(first, keys), _sums(second, keys)
-    table = left.join(right, how="outer", lsuffix="_before", rsuffix="_after").fillna(0.0)
+    table = _sums(first, keys).add_suffix("_before").join(_sums(second, keys).add_suffix("_after"), how="outer")
+    table = table.fillna(0.0)
     for side in ("before", "after"):
         table[f"share_{side}"] = table[f"ns_{side}"] / max(1.0, table[f"ns_{side}"].sum())
     table["change_ns"] = table["ns_after"] - table["ns_before"]

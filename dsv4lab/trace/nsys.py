@@ -13,7 +13,7 @@ from typing import Any
 import pandas as pd
 
 from dsv4lab.trace.assembly import assembled
-from dsv4lab.trace.frames import Trace, TraceError, text_column
+from dsv4lab.trace.frames import Trace, TraceError, constant, text_column
 
 _CUPTI = "CUPTI_ACTIVITY_KIND_"
 _GPU = {"kernel": "KERNEL", "memcpy": "MEMCPY", "memset": "MEMSET", "graph": "GRAPH_TRACE"}
@@ -42,24 +42,16 @@ def read(path: Path) -> Trace:
             f"no GPU kernels in {path.name}: none of {', '.join(f'{_CUPTI}{t}' for t in _GPU.values())} has rows"
         )
     if "graph" in found:
-        found["kernel"] = _with_graphs(found.get("kernel"), found.pop("graph"), lost)
+        found["graph"] = _without_kernels(found["graph"], found.get("kernel"))
+        lost[GRAPHS_WHOLE] += len(found["graph"])
     return assembled(found, meta, lost)
 
 
-def _with_graphs(kernels: pd.DataFrame | None, graphs: pd.DataFrame, lost: Counter[str]) -> pd.DataFrame:
-    """The kernels, and as one of them each graph that has none of its own: else both would count the same time."""
+def _without_kernels(graphs: pd.DataFrame, kernels: pd.DataFrame | None) -> pd.DataFrame:
+    """The graphs whose kernels are not in the export too: else both would count the same time."""
     if kernels is not None:
         graphs = graphs[~graphs["correlation"].isin(kernels["correlation"])]
-    lost[GRAPHS_WHOLE] += len(graphs)
-    named = graphs.assign(name=text_column([_WHOLE_GRAPH] * len(graphs)))
-    return named if kernels is None else _below(kernels, named)
-
-
-def _below(first: pd.DataFrame, second: pd.DataFrame) -> pd.DataFrame:
-    both = pd.concat([first.astype({"name": object}), second.astype({"name": object})], ignore_index=True)
-    texts = {name: text_column(both[name].fillna("").tolist()) for name in ("name", "grid", "block") if name in both}
-    numbers = {name: both[name].fillna(-1).astype("int64") for name in both.columns.difference(list(texts))}
-    return both.assign(**texts | numbers)
+    return graphs.assign(name=constant(_WHOLE_GRAPH, len(graphs)))
 
 
 class _Tables:
@@ -112,7 +104,7 @@ class _Tables:
             kinds = rows.pop("copyKind").tolist() if "copyKind" in rows else [0] * len(rows)
             rows["name"] = text_column([f"Memcpy {_COPIES.get(each, '')}".strip() for each in kinds])
         elif kind == "memset":
-            rows = rows.drop(columns="copyKind", errors="ignore").assign(name=text_column(["Memset"] * len(rows)))
+            rows = rows.drop(columns="copyKind", errors="ignore").assign(name=constant("Memset", len(rows)))
         return rows
 
     def calls(self) -> pd.DataFrame | None:
