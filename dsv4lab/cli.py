@@ -1,4 +1,4 @@
-"""The command line: `dsv4lab run | measure | capture | serve | bench | doctor`, each a thin skin over a function.
+"""The command line: `dsv4lab run | measure | capture | profile | serve | bench | doctor`, thin skins over the package.
 
 What the user got wrong is one line on stderr and exit status 2; what went wrong in the lab is exit status 1.
 """
@@ -6,13 +6,18 @@ What the user got wrong is one line on stderr and exit status 2; what went wrong
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 from tyro.conf import Positional, UseAppendAction, arg
 
 from dsv4lab import hardware
+from dsv4lab.files import write_atomically
 from dsv4lab.notebooks.results import UsageError
+
+if TYPE_CHECKING:
+    from dsv4lab.trace import Trace
+    from dsv4lab.trace.report import Section
 
 INTERRUPTED = 130
 
@@ -20,6 +25,7 @@ DESCRIPTION = "The DeepSeek-V4-Flash decode lab: run its chapters, measure its k
 
 Folder = Annotated[Path, arg(metavar="DIR")]
 OptionalFolder = Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="")]
+OptionalFile = Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")]
 OptionalNumber = Annotated[int | None, arg(metavar="N", help_behavior_hint="")]
 Names = Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="NAME")]
 
@@ -162,6 +168,76 @@ def capture(
     except (ValueError, OSError) as error:
         raise UsageError(str(error)) from error
     return 0
+
+
+@app.command
+def profile(
+    trace: Annotated[Positional[Path], arg(metavar="TRACE")],
+    after: Annotated[Positional[Path | None], arg(metavar="[TRACE2]", help_behavior_hint="")] = None,
+    /,
+    *,
+    by: Literal["family", "kernel", "op", "shape", "stream", "step"] = "family",
+    rules: OptionalFile = None,
+    capture: OptionalFile = None,
+    max_context: OptionalNumber = None,
+    live: OptionalNumber = None,
+    html: OptionalFile = None,
+    json: OptionalFile = None,
+    reduce: OptionalFile = None,
+) -> int:
+    """Say where the GPU time of a trace goes, and which line of Python it came from.
+
+    Example: dsv4lab profile decode.pt.trace.json.gz --by shape
+
+    Args:
+        trace: Of torch.profiler (JSON, plain or .gz), of Nsight Systems (sqlite export), or a reduced one; or a folder
+            with a file for each rank.
+        after: A second one; the first is compared with it, kernel by kernel.
+        by: What a row of the table is.
+        rules: A file of family rules (TOML, as dsv4lab/trace/families.toml) that go before the lab's own.
+        capture: A trace of the same step run eagerly, or of its capture: gives graph replays their ops and shapes.
+        max_context: Longest request that the server allows in tokens, to recognise what is as long.
+        live: Positions that the requests had, likewise.
+        html: File for the report as a web page with a figure.
+        json: File for every table, times in nanoseconds.
+        reduce: File for the events alone, NAME.trace.jsonl.gz: some 12 bytes an event, read like the trace itself.
+    """
+    from dsv4lab.trace import TraceError, families, read, reduced, report, suspects
+
+    try:
+        titles = families.load(rules).titles
+        first = read(trace, rules, capture)
+        others = [read(after, rules, capture)] if after is not None else []
+        found = suspects.find(first, max_context, live)
+        sections = [*report.one(first, found, by, titles)]
+        for second in others:
+            sections += report.two(first, second, titles)
+        print("\n\n".join(map(str, sections)))
+        if html is not None:
+            names = ["before", "after"] if others else [trace.name]
+            write_atomically(html, _page(sections, dict(zip(names, [first, *others], strict=True)), titles))
+        if json is not None:
+            write_atomically(json, report.as_json(first, found, by, *others))
+        if reduce is not None:
+            reduced.write(first, reduce)
+    except TraceError as error:
+        print(f"dsv4lab: {error}", file=sys.stderr)
+        return 1
+    except (ValueError, OSError) as error:
+        raise UsageError(str(error)) from error
+    return 0
+
+
+def _page(sections: "list[Section]", traces: "dict[str, Trace]", titles: dict[str, str]) -> str:
+    try:
+        from dsv4lab.plot import profiles, style
+    except ModuleNotFoundError as error:
+        raise UsageError(f"--html needs {error.name}, which is not installed: pip install -e '.[notebook]'") from error
+    from dsv4lab.trace import report
+
+    unit, bars = report.bars(traces)
+    figure = profiles.stacked(bars, titles, f"GPU time (ms a {unit})")
+    return report.page(sections, style.svg(figure), " and ".join(traces))
 
 
 @app.command

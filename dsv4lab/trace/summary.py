@@ -1,0 +1,89 @@
+"""Tables of one trace: where its time goes, by family, kernel, op, shape, stream or step."""
+
+from typing import Any, Literal, get_args
+
+import numpy as np
+import pandas as pd
+
+from dsv4lab.trace import families, steps, timeline
+from dsv4lab.trace.frames import Trace
+
+By = Literal["family", "kernel", "op", "shape", "stream", "step"]
+NOT_ATTRIBUTABLE = "graph replay, not attributable"
+NO_OP = "no op in the trace"
+_COLUMNS = {
+    "family": ["family"],
+    "kernel": ["family", "name"],
+    "op": ["op"],
+    "shape": ["op", "shapes", "dtypes"],
+    "stream": ["rank", "device", "stream"],
+    "step": ["rank", "step"],
+}
+
+
+def by(trace: Trace, key: By) -> pd.DataFrame:
+    """A row a group of `key`, largest first (steps and streams in order): the columns that name it, then
+
+    calls; sum_ns, the durations added up, and share of all events' sum; busy_ns, the time in which one of the group
+    ran, and busy_share of the devices' busy time (more than 1 in all where groups overlap); mean_ns a call.
+
+    ValueError naming `key` if it is none of `By`.
+    """
+    if key not in _COLUMNS:
+        raise ValueError(f"by must be one of {', '.join(get_args(By))}, got {key!r}")
+    events, columns = trace.events, _COLUMNS[key]
+    named = events[columns].assign(**({"op": attribution(events)} if "op" in columns else {}))
+    groups = named.groupby(columns, sort=key in ("stream", "step"), observed=True)
+    codes = groups.ngroup().to_numpy()
+    table = named.iloc[groups.head(1).index].assign(_code=codes[groups.head(1).index]).set_index("_code").sort_index()
+    count = len(table)
+    sums = np.zeros(count, np.int64)
+    np.add.at(sums, codes, events["dur"].to_numpy())
+    busy = timeline.busy_by(events, codes, count)
+    table["calls"] = np.bincount(codes, minlength=count)
+    table["sum_ns"], table["share"] = sums, sums / max(1, sums.sum())
+    table["busy_ns"], table["busy_share"] = busy, busy / max(1, timeline.busy(events))
+    table["mean_ns"] = sums / table["calls"]
+    if key not in ("stream", "step"):
+        table = table.sort_values("sum_ns", ascending=False, kind="stable")
+    return table.reset_index(drop=True)
+
+
+def attribution(events: pd.DataFrame) -> pd.Categorical:
+    """The op of each event, or why there is none."""
+    op = events["op"].array
+    codes = op.codes.astype(np.int64)
+    texts = [text or NO_OP for text in op.categories]
+    categories = pd.Index(dict.fromkeys([*texts, NOT_ATTRIBUTABLE]), dtype=object)
+    positions = np.append(categories.get_indexer(texts), categories.get_loc(NOT_ATTRIBUTABLE))
+    return pd.Categorical.from_codes(positions[codes], categories=categories)
+
+
+def unmatched(trace: Trace) -> pd.DataFrame:
+    """The kernels of no family, by name, as `by(trace, "kernel")` has them."""
+    return by(trace, "kernel").query("family == @families.OTHER").reset_index(drop=True)
+
+
+def idle(trace: Trace) -> pd.DataFrame:
+    """Idle time by cause: gaps, sum_ns, longest_ns and share of all devices' span."""
+    gaps = timeline.gaps(trace)
+    span = max(1, int(by_device(trace)["span_ns"].sum()))
+    table = gaps.groupby("cause", observed=False)["dur"].agg(gaps="size", sum_ns="sum", longest_ns="max").reset_index()
+    table["longest_ns"] = table["longest_ns"].fillna(0).astype(np.int64)
+    return table.assign(share=table["sum_ns"] / span).query("gaps > 0").reset_index(drop=True)
+
+
+def by_device(trace: Trace) -> pd.DataFrame:
+    """`timeline.by_device` with NCCL and custom collectives as communication."""
+    return timeline.by_device(trace, trace.events["family"].isin(families.COMMUNICATION).to_numpy())
+
+
+def overview(trace: Trace) -> dict[str, Any]:
+    """All tables of one trace by name: devices, steps, families, unmatched, idle."""
+    return {
+        "devices": by_device(trace),
+        "steps": steps.table(trace),
+        "families": by(trace, "family"),
+        "unmatched": unmatched(trace),
+        "idle": idle(trace),
+    }
