@@ -176,16 +176,25 @@ def test_triton_is_frozen_too(tmp_path):
         def add(x, n, BLOCK: tl.constexpr):
             tl.store(x + tl.arange(0, BLOCK), n)
 
+        @triton.autotune([triton.Config({"BLOCK": 8}), triton.Config({"BLOCK": 16})], key=["n"])
+        @triton.jit
+        def tuned(x, n, BLOCK: tl.constexpr):
+            tl.store(x + tl.arange(0, BLOCK), n)
+
+        def refusal(launch):
+            try:
+                launch()
+            except capture.ColdKernel as error:
+                return str(error)
+
         call = dict(x=torch.empty(8), n=5, grid=(1,))
         add.warmup(BLOCK=8, **call)
         with capture.frozen():
             add.warmup(BLOCK=8, **call)
-            try:
-                add.warmup(BLOCK=16, **call)
-            except capture.ColdKernel as error:
-                assert "Triton to compile add" in str(error) and "BLOCK=16" in str(error), error
-            else:
-                raise AssertionError("compiled in a freeze")
+            message = refusal(lambda: add.warmup(BLOCK=16, **call))
+            assert "Triton to compile add" in message and "BLOCK=16" in message, message
+            message = refusal(lambda: tuned[(1,)](call["x"], 5))
+            assert "autotuning of tuned(0=float32[8])" in message, message
         (finding,) = capture.check(lambda: add.warmup(BLOCK=32, **call))
         assert finding.rule == "cold_compile" and "BLOCK=32" in finding.detail, finding
         assert capture.check(lambda: add.warmup(BLOCK=32, **call)) == []

@@ -6,13 +6,15 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
 
-from dsv4lab import cli, hardware, records, verdict
+from dsv4lab import cli, hardware, records, timing, verdict
 from dsv4lab.capture import cells, gain, matrix, step
 from dsv4lab.capture.cells import Cell, Outcome
+from dsv4lab.capture.errors import first_error
 
 DEVICE = "cpu" if hardware.probe() is None else "cuda"
 
@@ -203,6 +205,55 @@ def test_the_step_attends_over_its_caches():
         assert out.shape == (batch, 4096) and out.isfinite().all() and out.any()
     with pytest.raises(ValueError, match="attention must be one of split_k, stock_simt, got 'flash'"):
         step.Step("flash", (1,), DEVICE)
+
+
+class Broken:
+    """A capture that ends with an echo of whatever went wrong in it, or with an error of its own."""
+
+    def __init__(self, graph, stream):
+        self.own = graph
+
+    def __enter__(self):
+        pass
+
+    def __exit__(self, kind, error, trace):
+        raise RuntimeError("operation failed due to a previous error during capture" if error else self.own)
+
+
+@pytest.mark.parametrize("body", ["dependency created on uncaptured work in another stream", None])
+def test_the_first_error_of_a_capture_is_raised_and_not_its_echo(monkeypatch, body):
+    def call():
+        if body:
+            raise RuntimeError(body)
+        return ()
+
+    monkeypatch.setattr(torch.cuda, "graph", Broken)
+    streams = object.__new__(cells._Streams)
+    streams.plan, streams.main = "none", None
+    with pytest.raises(RuntimeError) as raised:
+        streams.capture("capturing stream has unjoined work", call, None)
+    expected = "cudaErrorStreamCaptureIsolation" if body else "cudaErrorStreamCaptureUnjoined"
+    assert first_error(raised.value).name == expected
+
+
+def test_the_gain_is_of_checked_steps(monkeypatch, tmp_path):
+    def replayed(variants, *, budget_s, device):
+        return timing.Replays({name: [float(len(launches))] for name, launches in variants.items()}, {})
+
+    monkeypatch.setattr(timing, "require_gpu", lambda: torch.device("cpu"))
+    monkeypatch.setattr(timing, "graph_replay_us", replayed)
+    monkeypatch.setattr(gain, "Step", partial(step.Step, topk=16))
+    monkeypatch.setattr(torch, "compile", lambda function, mode: function)
+    gain.Step.q_shape, gain.Step.hidden_size = step.Step.q_shape, step.Step.hidden_size
+    gain.run([2], directory=tmp_path)
+    frame = records.to_frame(records.read("capture_gain", tmp_path)).set_index("impl")
+    assert sorted(frame.index) == ["attention", "compiled", "eager"]
+    assert frame.loc["attention", "error"] == 0 < frame.loc["eager", "error"] == frame.loc["compiled", "error"]
+    assert frame.loc["eager", "bytes"] - frame.loc["attention", "bytes"] == 4 * 2 * 2 * 4096
+    monkeypatch.setattr(torch, "compile", lambda function, mode: lambda *args: (function(*args)[0] * 1.1,))
+    with pytest.raises(verdict.CheckFailed, match="the step has error"):
+        gain.run([2], directory=tmp_path / "wrong")
+    assert list((tmp_path / "wrong").iterdir()) == []
 
 
 @pytest.mark.gpu

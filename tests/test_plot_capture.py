@@ -57,6 +57,17 @@ def test_causes_are_counted_and_explained_and_what_is_not_is_said(frame):
     assert all(why.count(". ") == 0 and why.endswith(".") for why in capture.CAUSES.values())
 
 
+def test_switches_are_compared_without_a_second_stream(frame):
+    table = capture.switches(frame)
+    assert table.index.names == ["mode", "TORCHINDUCTOR_CUDAGRAPHS"]
+    assert table.loc[("default", 1), ["same", "cold", "disk"]].tolist() == [
+        capture.CAPTURED,
+        "Cannot copy between CPU and CUDA",
+        "–",
+    ]
+    assert table.loc[("reduce-overhead", 0), "same"] == capture.WRONG
+
+
 def test_the_picture_has_a_square_for_each_cell_of_the_matrix(frame):
     figure = capture.matrix(frame, "a title")
     panels = figure.axes

@@ -93,7 +93,7 @@ def _would_compile(frame: Any) -> bool:
 
 def _is_compiled(frame: Any) -> bool:
     """Whether compiled code would fit the frame if no dispatch mode were on."""
-    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
 
     with _disable_current_modes():
         return any(entry.guard_manager.check(frame.f_locals) for entry in _debug_get_cache_entry_list(frame.f_code))
@@ -111,9 +111,9 @@ def _before_tuning(original: Callable) -> Callable:
 
 def _before_kernel(before: Callable | None) -> Callable:
     def hook(**call: Any) -> bool | None:
-        names = call["fn"].jit_function.arg_names
-        constants = {names[path[0]]: value for path, value in call["compile"]["constants"].items()}
-        _tell(f"Triton to compile {call['repr']} with {named(constants)}")
+        names, variant = call["fn"].jit_function.arg_names, call["compile"]
+        constants = {names[path[0]]: value for path, value in variant["constants"].items()}
+        _tell(f"Triton to compile {call['fn'].name}({named(variant['signature'] | constants)})")
         return before and before(**call)
 
     return hook

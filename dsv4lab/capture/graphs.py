@@ -42,7 +42,7 @@ class CudaGraphs:
             self._stream.synchronize()
             graph, outputs = torch.cuda.CUDAGraph(), None
             try:
-                with torch.cuda.graph(graph, pool=self._pool, stream=self._stream), compiles.frozen():
+                with compiles.frozen(), torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
                     outputs = call()
             except Exception:
                 timing.recover(self._stream)

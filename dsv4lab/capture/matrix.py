@@ -56,7 +56,7 @@ def run(
     chosen = _chosen(attention)
     shared = dict(seed=0, argv=command_line(), git=git_state(), env=environment(device))
     journal = Journal(EXPERIMENT, shared["env"].gpu, directory)
-    record = partial(_record, shared=shared, sha256=kernel_hash(sparse_mla), device=device)
+    record = partial(_record, shared=shared, sha256=kernel_hash(sparse_mla))
     todo = sorted((cell for name in chosen for cell in cells(name)), key=partial(_wave, first=chosen[0]))
     try:
         method = "forkserver" if _forks(todo[0]) else "spawn"
@@ -73,11 +73,11 @@ def run(
 
 def _chosen(attention: Sequence[str] | None) -> list[str]:
     reason = stock_simt.unavailable()
-    if attention is None and reason:
-        print(f"without {stock_simt.IMPL}: {reason}", file=sys.stderr)
-    names = (
-        attention if attention is not None else [name for name in ATTENTION if name != stock_simt.IMPL or not reason]
-    )
+    names = attention
+    if names is None:
+        names = [name for name in ATTENTION if name != stock_simt.IMPL or not reason]
+        if reason:
+            print(f"without {stock_simt.IMPL}: {reason}", file=sys.stderr)
     for name in names or ("",):
         if name not in ATTENTION:
             raise ValueError(f"attention must be one of {', '.join(ATTENTION)}, got {name!r}")
@@ -105,7 +105,7 @@ def _touch(cell: Cell) -> Outcome:
     return Outcome(captured=torch.ones(1, device="cuda").item() == 1)
 
 
-def _record(cell: Cell, outcome: Outcome, *, shared: dict, sha256: str, device: torch.device) -> Record:
+def _record(cell: Cell, outcome: Outcome, *, shared: dict, sha256: str) -> Record:
     return Record(
         experiment=EXPERIMENT,
         case=cell.name,

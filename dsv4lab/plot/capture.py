@@ -73,6 +73,15 @@ def causes(frame: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows).T.rename_axis("failure").sort_values("cells", ascending=False)
 
 
+def switches(frame: pd.DataFrame) -> pd.DataFrame:
+    """What became of the cells without a second stream: a row a mode and variable, a column a warm-up."""
+    cells = frame.assign(outcome=outcomes(frame))[frame["stream"] == "none"]
+    cells["cudagraphs"] = cells["cudagraphs"].astype(int)
+    keys = ["mode", "cudagraphs", "warmth"]
+    table = cells.groupby(keys, sort=False)["outcome"].agg(lambda each: " / ".join(sorted(set(each)))).unstack()
+    return table.fillna("–").rename_axis(index={"cudagraphs": "TORCHINDUCTOR_CUDAGRAPHS"}, columns=None)
+
+
 def matrix(frame: pd.DataFrame, title: str | None = None) -> Figure:
     """A square for each cell: a row a mode and TORCHINDUCTOR_CUDAGRAPHS, a column a warm-up and a use of streams.
 
