@@ -1,10 +1,10 @@
-"""The command line: `dsv4lab run | measure | capture | profile | serve | bench | doctor`, thin skins over the package.
+"""The command line: `dsv4lab run | measure | profile | serve | bench | doctor`, thin skins over the package.
 
 What the user got wrong is one line on stderr and exit status 2; what went wrong in the lab is exit status 1.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -80,93 +80,47 @@ def measure(
     *,
     peers: bool = False,
     sweep: bool = False,
-    ranks: OptionalNumber = None,
-    quick: bool = False,
     case: Names = (),
     impl: Names = (),
+    ranks: OptionalNumber = None,
+    quick: bool = False,
+    jobs: OptionalNumber = None,
+    timeout: OptionalNumber = None,
     out: OptionalFolder = None,
 ) -> int:
-    """Check, time and record a kernel module on this GPU, or allreduce over several.
+    """Check, time and record a kernel module on this GPU, or run another of the lab's experiments.
 
     Example: dsv4lab measure sparse_mla --peers --case b32_h64
 
     Args:
-        stem: A module of dsv4lab/kernels that has CASES, or allreduce: NCCL and its rivals on all GPUs of this machine,
-            gloo on its CPU where there are not two.
+        stem: A module of dsv4lab/kernels that has CASES; or allreduce (NCCL and its rivals on all GPUs of this machine,
+            gloo on its CPU where there are not two), bf16_selection and bf16_drift (what the bf16 flip costs in
+            accuracy), capture (what of torch.compile can be captured in a CUDA graph), capture_gain (what it gains).
         peers: Measure other people's kernels in the same run, where they are installed.
         sweep: Measure the module's candidate configurations instead: what its table of configs is chosen from.
+        case: One of the module's CASES; for allreduce a size, as 512KiB. All if none is given.
+        impl: One of the module's IMPLEMENTATIONS (with --sweep, CANDIDATES); for capture the attention kernel inside
+            the step, split_k or stock_simt. All if none is given.
         ranks: For allreduce: how many GPUs, or processes on the CPU.
         quick: For allreduce: fewer sizes and configurations.
-        case: One of the module's CASES, all if none is given. For allreduce a size, as 512KiB.
-        impl: One of the module's IMPLEMENTATIONS (with --sweep, CANDIDATES), all if none is given.
+        jobs: For capture: cells at once, each in a process of its own. One a core, 16 at most, if not given.
+        timeout: For capture: seconds that a cell may take.
         out: Folder for the record file. records/ of the checkout if not given.
     """
-    if stem == "allreduce":
-        if peers or sweep:
-            raise UsageError("--peers and --sweep are not for allreduce: it always measures all there is")
-        from dsv4lab.allreduce import sweep as module
-
-        return _recorded(lambda: module.run(ranks, quick=quick, sizes=case, impls=impl, directory=out))
-    if quick or ranks is not None:
-        raise UsageError("--quick and --ranks are for allreduce alone")
-    if hardware.probe() is None:
-        raise UsageError("measure needs a CUDA GPU, and torch sees none (dsv4lab doctor says why)")
-    from dsv4lab import measure as module
-
-    names = dict(cases=case or None, impls=impl or None)
-    return _recorded(lambda: module.run(stem, **names, peers=peers, sweep=sweep, directory=out))
-
-
-def _recorded(run: Callable[[], Path]) -> int:
-    """Says where a measurement went, or what went wrong with it."""
+    from dsv4lab import experiments
     from dsv4lab.verdict import CheckFailed
 
+    options = dict(
+        cases=case, impls=impl, peers=peers, sweep=sweep, ranks=ranks, quick=quick, jobs=jobs, timeout_s=timeout
+    )
     try:
-        path = run()
+        path = experiments.run(stem, out, **options)
     except CheckFailed as error:
         print(f"dsv4lab: {error}", file=sys.stderr)
         return 1
     except (ValueError, OSError) as error:
         raise UsageError(str(error)) from error
     print(f"recorded: {path}")
-    return 0
-
-
-@app.command
-def capture(
-    *,
-    attention: Names = (),
-    jobs: OptionalNumber = None,
-    timeout: int = 120,
-    out: OptionalFolder = None,
-) -> int:
-    """Try what of torch.compile can be captured in a CUDA graph, then time what can; records both.
-
-    Example: dsv4lab capture --attention split_k
-
-    Args:
-        attention: The kernel inside the step: split_k, stock_simt. Those that can run here if none is given.
-        jobs: Cells at once, each in a process of its own. One a core, 16 at most, if not given.
-        timeout: Seconds a cell may take.
-        out: Folder for the record files. records/ of the checkout if not given.
-    """
-    for name, number in (("--jobs", jobs), ("--timeout", timeout)):
-        if number is not None and number < 1:
-            raise UsageError(f"{name} must be at least 1, got {number}")
-    if hardware.probe() is None:
-        raise UsageError("capture needs a CUDA GPU, and torch sees none (dsv4lab doctor says why)")
-    from dsv4lab.capture import gain, matrix
-    from dsv4lab.verdict import CheckFailed
-
-    try:
-        path = matrix.run(attention or None, jobs=jobs, timeout_s=timeout, directory=out)
-        print(f"recorded: {path}", flush=True)
-        print(f"recorded: {gain.run(directory=out)}")
-    except CheckFailed as error:
-        print(f"dsv4lab: {error}", file=sys.stderr)
-        return 1
-    except (ValueError, OSError) as error:
-        raise UsageError(str(error)) from error
     return 0
 
 

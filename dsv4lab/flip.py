@@ -1,6 +1,7 @@
 """What the bf16 flip costs in accuracy: the indexer's selection, the attention behind it, the residual streams.
 
-    python -m dsv4lab.flip            # on a GPU as large as the model, on a CPU small; writes two record files
+    dsv4lab measure bf16_selection    # on a GPU as large as the model, on a CPU small
+    dsv4lab measure bf16_drift
 
 The indexer scores key t by sum_h w_h relu(q_h . k_t), q and k in e4m3, and keeps the 512 best. `fp32` is how SGLang's
 sm_120 path multiplies; the flips differ in where they round:
@@ -13,17 +14,16 @@ MHC-pre's product is followed through all layers of a random network in the mode
 """
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from dsv4lab import hardware, kv_cache, numerics
+from dsv4lab import kv_cache, numerics
 from dsv4lab.journal import Journal
 from dsv4lab.kernels import hc_pre, skinny_gemm
 from dsv4lab.model import DSV4_FLASH
@@ -209,7 +209,9 @@ def _step(product: str, x: Tensor, call: hc_pre.Inputs, inner: Tensor) -> Tensor
 
 
 @dataclass(frozen=True)
-class _Size:
+class Size:
+    """Lengths and queries of the selection; width and tokens of the streams."""
+
     lengths: Sequence[int]
     queries: int
     hidden: int
@@ -217,37 +219,60 @@ class _Size:
     layers: int = DSV4_FLASH.num_hidden_layers
 
 
-FULL, SMALL = _Size(LENGTHS, 16, DSV4_FLASH.hidden_size, 64), _Size(LENGTHS[:2], 2, 256, 4, 3)
+FULL, SMALL = Size(LENGTHS, 16, DSV4_FLASH.hidden_size, 64), Size(LENGTHS[:2], 2, 256, 4, 3)
+"""On a GPU, and without one."""
 
 
-def run(size: _Size, directory: Path | str | None = None, *, device: torch.device, seed: int = 0) -> Iterator[Path]:
-    """Writes the two record files and yields their paths: overlap and errors by keys and length, drift by layer."""
-    shared = dict(seed=seed, argv=command_line(), git=git_state(), env=environment(device))
+def run_selection(
+    *, cases: Sequence[str] | None = None, size: Size | None = None, directory: Path | str | None = None, seed: int = 0
+) -> Path:
+    """Overlap and attention errors by keys and length, one record for each product; returns the new record file.
 
-    def selections() -> Iterator[tuple[str, dict, dict[str, dict]]]:
-        for kind in KEYS:
-            for n in size.lengths:
-                config = {"keys": kind, "n": n, "queries": size.queries, "k": DSV4_FLASH.index_topk}
-                found = selection(kind, n, queries=size.queries, device=device, seed=seed)
-                yield f"{kind}_n{n}", config, found
+    cases: as "near_tie_n4096", None takes all. ValueError for one that does not exist.
+    """
+    device, size = _here(size)
+    known = {f"{kind}_n{n}": (kind, n) for kind in KEYS for n in size.lengths}
+    for name in cases or ():
+        if name not in known:
+            raise ValueError(f"cases has no {name!r}; known: {', '.join(known)}")
 
-    def drifts() -> Iterator[tuple[str, dict, dict[str, dict]]]:
+    def results() -> Iterator[tuple[str, dict, dict[str, dict]]]:
+        for name in cases or known:
+            kind, n = known[name]
+            config = {"keys": kind, "n": n, "queries": size.queries, "k": DSV4_FLASH.index_topk}
+            yield name, config, selection(kind, n, queries=size.queries, device=device, seed=seed)
+
+    return _recorded(SELECTION, results(), None, device, directory, seed)
+
+
+def run_drift(*, size: Size | None = None, directory: Path | str | None = None, seed: int = 0) -> Path:
+    """Error of the streams by layer, one record for each product; returns the new record file."""
+    device, size = _here(size)
+
+    def results() -> Iterator[tuple[str, dict, dict[str, dict]]]:
         config = {"layers": size.layers, "hidden": size.hidden, "tokens": size.tokens}
         found = drift(**config, device=device, seed=seed)
         errors = {p: {f"layer_{i}": each for i, each in enumerate(of, 1)} for p, of in found.items()}
         yield f"hidden{size.hidden}", config, errors
 
-    yield _recorded(SELECTION, selections, None, shared, directory)
-    yield _recorded(DRIFT, drifts, kernel_hash(skinny_gemm), shared, directory)
+    return _recorded(DRIFT, results(), kernel_hash(skinny_gemm), device, directory, seed)
+
+
+def _here(size: Size | None) -> tuple[torch.device, Size]:
+    """This machine's GPU and the size of the model, or the CPU and what it can do."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device()), size or FULL
+    return torch.device("cpu"), size or SMALL
 
 
 def _recorded(
-    experiment: str, cases: Callable[[], Iterator[tuple[str, dict, dict[str, dict]]]], sha256: str | None,
-    shared: dict[str, Any], directory: Path | str | None,
+    experiment: str, results: Iterator[tuple[str, dict, dict[str, dict]]], sha256: str | None, device: torch.device,
+    directory: Path | str | None, seed: int,
 ) -> Path:  # fmt: skip
+    shared = dict(seed=seed, argv=command_line(), git=git_state(), env=environment(device))
     journal = Journal(experiment, shared["env"].gpu, directory)
     try:
-        for case, config, found in cases():
+        for case, config, found in results:
             journal.add([
                 Record(
                     experiment=experiment, case=case, impl=product, config=config, method={"reference": "float64"},
@@ -261,14 +286,3 @@ def _recorded(
     except BaseException as error:
         journal.abandon(error, worth_keeping=bool(journal.records))
         raise
-
-
-def main() -> None:
-    live = hardware.probe() is not None
-    device = torch.device("cuda", torch.cuda.current_device()) if live else torch.device("cpu")
-    for path in run(FULL if live else SMALL, sys.argv[1] if len(sys.argv) > 1 else None, device=device):
-        print(f"recorded: {path}")
-
-
-if __name__ == "__main__":
-    main()

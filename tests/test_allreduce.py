@@ -25,7 +25,7 @@ node:7:7 [0] NCCL INFO AllReduce: 67108864 Bytes -> Algo RING proto SIMPLE chann
 
 
 def test_two_processes_are_measured_and_recorded(tmp_path):
-    path = sweep.run(2, sizes=["4KiB", "64KiB"], directory=tmp_path)
+    path = sweep.run(2, cases=["4KiB", "64KiB"], directory=tmp_path)
     run = records.read("allreduce", tmp_path)
     assert (path.name, [record.case for record in run]) == (run[0].file, ["n2_4KiB", "n2_64KiB"])
     assert list(tmp_path.iterdir()) == [path]
@@ -64,7 +64,7 @@ def test_setups_without_time_are_named_and_nothing_is_left(tmp_path):
     ("arguments", "complaint"),
     [
         (dict(ranks=1), "ranks must be at least 2 .* got 1"),
-        (dict(sizes=["3KiB"]), "sizes has no '3KiB'; known: 4KiB, .*64MiB"),
+        (dict(cases=["3KiB"]), "cases has no '3KiB'; known: 4KiB, .*64MiB"),
         (dict(impls=["nccl_ring"]), "impls has no 'nccl_ring'; known: gloo"),
     ],
 )

@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 import torch
 
-from dsv4lab import cli, hardware, records, timing, verdict
+from dsv4lab import hardware, records, timing, verdict
 from dsv4lab.capture import cells, gain, matrix, step
 from dsv4lab.capture.cells import Cell, Outcome
 from dsv4lab.capture.errors import first_error
@@ -139,45 +139,11 @@ def test_a_run_that_is_stopped_leaves_what_it_found(monkeypatch, tmp_path):
     assert left.suffix == ".partial" and len(left.read_text().splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    ("error", "code", "says"),
-    [
-        (None, 0, ""),
-        (ValueError("attention must be one of split_k, stock_simt, got 'x'"), 2, "dsv4lab: attention must be one of"),
-        (verdict.CheckFailed("the step has error 1"), 1, "dsv4lab: the step has error 1"),
-    ],
-)
-def test_the_command_runs_both_experiments_and_says_how_it_ended(monkeypatch, capsys, tmp_path, error, code, says):
-    def fake_matrix(attention, **options):
-        assert (attention, options) == (("split_k",), dict(jobs=4, timeout_s=120, directory=tmp_path))
-        return tmp_path / "matrix.jsonl"
-
-    def fake_gain(directory):
-        if error:
-            raise error
-        return directory / "gain.jsonl"
-
-    monkeypatch.setattr(hardware, "probe", lambda: {"name": "a GPU"})
-    monkeypatch.setattr(matrix, "run", fake_matrix)
-    monkeypatch.setattr(gain, "run", fake_gain)
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["capture", "--attention", "split_k", "--jobs", "4", "--out", str(tmp_path)])
-    told = capsys.readouterr()
-    assert ended.value.code == code and told.err.startswith(says)
-    assert f"recorded: {tmp_path / 'matrix.jsonl'}" in told.out
-    assert ("gain.jsonl" in told.out) == (error is None)
-
-
-def test_the_command_needs_a_gpu_and_sensible_numbers(monkeypatch, capsys):
-    monkeypatch.setattr(hardware, "probe", lambda: None)
-    for arguments, says in (
-        ([], "capture needs a CUDA GPU"),
-        (["--jobs", "0"], "--jobs must be at least 1, got 0"),
-        (["--timeout", "-3"], "--timeout must be at least 1, got -3"),
-    ):
-        with pytest.raises(SystemExit) as ended:
-            cli.main(["capture", *arguments])
-        assert ended.value.code == 2 and says in capsys.readouterr().err
+@pytest.mark.parametrize("number", [dict(jobs=0), dict(timeout_s=-3)])
+def test_numbers_below_1_are_refused(tmp_path, number):
+    ((name, value),) = number.items()
+    with pytest.raises(ValueError, match=f"{name} must be at least 1, got {value}"):
+        matrix.run(**number, directory=tmp_path)
 
 
 def test_the_step_norms_turns_and_turns_back():

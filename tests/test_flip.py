@@ -1,7 +1,5 @@
 """What the bf16 flip is measured by, on inputs small enough to know the answer."""
 
-import json
-
 import pytest
 import torch
 
@@ -47,7 +45,7 @@ def test_attention_sees_what_the_selection_missed():
 
 
 def test_streams_drift_as_bf16_streams_do_and_more_with_a_coarser_product():
-    errors = flip.drift(layers=2, hidden=256, tokens=3, device=DEVICE)
+    errors = flip.drift(layers=2, hidden=256, tokens=1, device=DEVICE)
     assert {len(each) for each in errors.values()} == {2}
     assert all(1e-3 < each[0] < 1e-2 for each in errors.values())
     assert errors["split_k"][-1] == pytest.approx(errors["fp32"][-1], rel=0.1)
@@ -60,16 +58,32 @@ def test_unknown_names_are_refused():
         flip.scores(flip.make_query("random", 600, device=DEVICE, seed=0), "fp8")
 
 
-def test_a_run_is_two_record_files(tmp_path, capsys):
-    size = flip._Size((600,), 1, 256, 2, 1)
-    paths = list(flip.run(size, tmp_path, device=torch.device(DEVICE)))
-    assert [json.loads(path.read_text().splitlines()[0])["experiment"] for path in paths] == [
-        flip.SELECTION,
-        flip.DRIFT,
-    ]
+SIZE = flip.Size((600, 700), 1, 256, 1, 1)
+
+
+def test_the_selection_is_recorded(tmp_path, capsys):
+    path = flip.run_selection(cases=["near_tie_n600"], size=SIZE, directory=tmp_path)
     found = records.read(flip.SELECTION, tmp_path)
-    assert {(r.case, r.impl) for r in found} == {(f"{k}_n600", p) for k in flip.KEYS for p in flip.PRODUCTS}
-    forced = next(r for r in found if r.impl == "fp32")
-    assert forced.result["overlap"] == 1 and forced.result["worst_error_aligned"] == 0
-    assert set(records.read(flip.DRIFT, tmp_path)[0].result) == {"layer_1"}
+    assert path.name.startswith(flip.SELECTION)
+    assert [(r.case, r.impl) for r in found] == [("near_tie_n600", product) for product in flip.PRODUCTS]
+    assert found[0].result["overlap"] == 1 and found[0].result["worst_error_aligned"] == 0
     assert "near_tie_n600 fp32 1 " in capsys.readouterr().err
+    with pytest.raises(ValueError, match="cases has no 'x'; known: random_n600, random_n700, clustered_n600"):
+        flip.run_selection(cases=["x"], size=SIZE, directory=tmp_path)
+
+
+def test_the_drift_is_recorded(tmp_path):
+    flip.run_drift(size=SIZE, directory=tmp_path)
+    found = records.read(flip.DRIFT, tmp_path)
+    assert [r.impl for r in found] == list(flip.STREAM_PRODUCTS) and {r.case for r in found} == {"hidden256"}
+    assert set(found[0].result) == {"layer_1"}
+
+
+def test_what_was_measured_until_an_error_is_kept(tmp_path, monkeypatch):
+    selection = flip.selection
+    monkeypatch.setattr(flip, "selection", lambda kind, n, **kw: selection(kind, n, **kw) if n == 600 else 1 / 0)
+    with pytest.raises(ZeroDivisionError) as caught:
+        flip.run_selection(cases=["random_n600", "random_n700"], size=SIZE, directory=tmp_path)
+    (partial,) = tmp_path.iterdir()
+    assert str(partial) in caught.value.__notes__[0]
+    assert len(partial.read_text().splitlines()) == len(flip.PRODUCTS)

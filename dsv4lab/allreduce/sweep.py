@@ -55,7 +55,7 @@ def run(
     ranks: int | None = None,
     *,
     quick: bool = False,
-    sizes: Sequence[str] | None = None,
+    cases: Sequence[str] | None = None,
     impls: Sequence[str] | None = None,
     directory: Path | str | None = None,
     seed: int = 0,
@@ -68,7 +68,7 @@ def run(
 
     Args:
         quick: fewer sizes and setups.
-        sizes: of messages, as "512KiB"; impls: names of setups. None takes all.
+        cases: sizes of messages, as "512KiB"; impls: names of setups. None takes all.
         total_s: seconds after which no further setup is started; those left out are named.
 
     Raises:
@@ -86,7 +86,7 @@ def run(
     chosen = [known[name] for name in _chosen("impls", impls, known, [setup.name for setup in some])]
     lengths = {setups.label(nbytes): nbytes for nbytes in setups.SIZES}
     usual = setups.QUICK_SIZES if quick else setups.SIZES if on_gpus else setups.CPU_SIZES
-    nbytes = tuple(lengths[name] for name in _chosen("sizes", sizes, lengths, [setups.label(size) for size in usual]))
+    nbytes = tuple(lengths[name] for name in _chosen("cases", cases, lengths, [setups.label(size) for size in usual]))
     return _Sweep(ranks, on_gpus, nbytes, seed, directory).run(chosen, total_s)
 
 

@@ -36,7 +36,7 @@ _PRELOAD = ["torch", "triton", "torch._dynamo", "torch._inductor.compile_fx", "t
 
 
 def run(
-    attention: Sequence[str] | None = None,
+    impls: Sequence[str] | None = None,
     *,
     jobs: int | None = None,
     timeout_s: int = TIMEOUT_S,
@@ -45,15 +45,17 @@ def run(
     """Tries all cells and returns the new record file, one record a cell.
 
     Args:
-        attention: of `ATTENTION`; None takes those that can run here, and says which cannot.
+        impls: attention kernels out of `ATTENTION`; None takes those that can run here, and says which cannot.
         jobs: cells at once; None for one a core, 16 at most.
         timeout_s: what a cell may take.
 
     Raises:
-        RuntimeError: no CUDA GPU. ValueError: an attention that is unknown or cannot run.
+        RuntimeError: no CUDA GPU. ValueError: an attention that is unknown or cannot run, a number below 1.
     """
-    device = timing.require_gpu()
-    chosen = _chosen(attention)
+    for name, number in (("jobs", jobs), ("timeout_s", timeout_s)):
+        if number is not None and number < 1:
+            raise ValueError(f"{name} must be at least 1, got {number}")
+    device, chosen = timing.require_gpu(), _chosen(impls)
     shared = dict(seed=0, argv=command_line(), git=git_state(), env=environment(device))
     journal = Journal(EXPERIMENT, shared["env"].gpu, directory)
     record = partial(_record, shared=shared, sha256=kernel_hash(sparse_mla))
