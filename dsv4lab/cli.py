@@ -1,4 +1,4 @@
-"""The command line: `dsv4lab run | measure | profile | serve | bench | doctor`, thin skins over the package.
+"""The command line: `dsv4lab run | measure | profile | serve | bench | campaign | doctor`, thin skins over the package.
 
 What the user got wrong is one line on stderr and exit status 2; what went wrong in the lab is exit status 1.
 """
@@ -301,6 +301,61 @@ def bench(
         raise UsageError(str(error)) from error
     print(f"recorded: {path}")
     return 0 if valid else 1
+
+
+@app.command
+def campaign(
+    *,
+    stages: Annotated[str, arg(metavar="STAGE,...", help_behavior_hint="(default: all)")] = "",
+    layers: int = 6,
+    context_length: int = 1_048_576,
+    input: int = 256,
+    output: int = 256,
+    waves: int = 3,
+    warm_up: int = 16,
+    steps: int = 3,
+    eager: bool = False,
+    budget_s: float = 7200,
+    start_s: float = 900,
+    port: int = 30000,
+    out: Folder = Path("campaign"),
+    dry_run: bool = False,
+) -> int:
+    """Walk the campaign on a live server, stage by stage: start, prove the hooks, bench, profile, stop.
+
+    Example: dsv4lab campaign --stages stock,indexer --budget-s 900 --out campaign
+
+    Args:
+        stages: Which; what is done in the folder of --out is not done again.
+        layers: Layers of the synthetic model.
+        context_length: Longest request in tokens, for the stages that cap none.
+        input: Tokens of a prompt.
+        output: Tokens of an answer.
+        waves: How often at each concurrency; the median counts.
+        warm_up: Tokens of an answer in the unmeasured wave before.
+        steps: Decode steps in a profile.
+        eager: Also profile stock and indexer without graphs, with shapes and stacks: a second start of each.
+        budget_s: Seconds for all; what is not done by then is left for another time.
+        start_s: Seconds until a server must be ready.
+        port: Port of the servers.
+        out: Folder of records, traces and logs.
+        dry_run: Only say with what environment and command line each stage would start.
+    """
+    from dsv4lab.serving import campaign as module
+    from dsv4lab.serving import load
+
+    try:
+        chosen = module.choose([name for name in stages.split(",") if name])
+        plan = module.Plan(
+            out=out.resolve(), layers=layers, context_length=context_length, shape=load.Shape(input, output),
+            waves=waves, warm_up=warm_up, steps=steps, eager=eager, budget_s=budget_s, start_s=start_s, port=port,
+        )  # fmt: skip
+        if dry_run:
+            print(*module.describe(plan, chosen), sep="\n")
+            return 0
+        return 0 if module.run(plan, chosen, say=lambda text: print(text, flush=True)) else 1
+    except (ValueError, OSError) as error:
+        raise UsageError(str(error)) from error
 
 
 def _numbers(option: str, text: str) -> tuple[int, ...]:

@@ -1,5 +1,6 @@
 """A server that starts, answers and fails as SGLang's does, in the way that FAKE says: fake_sglang.py --port N ..."""
 
+import gzip
 import json
 import os
 import signal
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 from dsv4lab.serving import receipts, settings
 
@@ -28,19 +30,39 @@ Traceback (most recent call last):
     f()
 RuntimeError: Capture cuda graph failed
 [2026-01-01 00:00:01] Received sigquit from a child process. It usually means the child failed."""
+EVENTS = [
+    {"ph": "X", "cat": "cuda_runtime", "name": "cudaGraphLaunch", "pid": 1, "tid": 1, "ts": 1.0, "dur": 1.0,
+     "args": {"correlation": 1}},
+    {"ph": "X", "cat": "cuda_runtime", "name": "cudaDeviceSynchronize", "pid": 1, "tid": 1, "ts": 2.0, "dur": 9.0,
+     "args": {"correlation": 2}},
+    {"ph": "X", "cat": "kernel", "name": "work", "pid": 0, "tid": 7, "ts": 3.0, "dur": 2.5,
+     "args": {"correlation": 1, "device": 0, "stream": 7}},
+]  # fmt: skip
+OVERRIDE = "--json-model-override-args"
 CAPTURE = "\rCapturing batches (bs=32 avail_mem=10.12 GB):  25%|##5       | 3/12 [00:01<00:03]"
 
 
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         info = {"version": "0.5.14", "tp_size": 1, "api_key": os.environ.get("DSV4LAB_API_KEY")}
-        info["internal_states"] = [{"api_key": "inner", "last_gen_throughput": 1.0}]
+        info |= {"context_length": int(flag("--context-length", "0")), "json_model_override_args": flag(OVERRIDE, "{}")}
+        memory = {"weight": 1.0, "kvcache": 2.0, "graph": 0.0 if "--disable-cuda-graph" in sys.argv else 0.35}
+        info["internal_states"] = [{"api_key": "inner", "last_gen_throughput": 1.0, "memory_usage": memory}]
         self.answer(b"junk" if MODE == "junk" and self.path == "/server_info" else json.dumps(info).encode())
 
     def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
-        if MODE == "refuses":
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if MODE == "refuses" or (MODE == "refuses-load" and body.get("stream")):
             self.send_error(500, "no")
+            return
+        if self.path == "/start_profile":
+            self.answer(b"Start profiling.\n")
+            if MODE != "no-trace":
+                trace = json.dumps({"schemaVersion": 1, "asked": body, "traceEvents": EVENTS}).encode()
+                (Path(body["output_dir"]) / "1.5-TP-0.trace.json.gz").write_bytes(gzip.compress(trace))
+            return
+        if body.get("stream"):
+            self.stream(body["sampling_params"]["max_new_tokens"])
             return
         for rank in range(int(os.environ.get("FAKE_RANKS", "1"))):
             for hook, impl in settings.parse(os.environ["DSV4LAB"]).active.items():
@@ -48,6 +70,17 @@ class Handler(BaseHTTPRequestHandler):
                     receipts.Receipt(kind="live", hook=hook, impl=impl, rank=rank, pid=1000 + rank, sglang="0.5.14")
                 )
         self.answer(json.dumps({"meta_info": {"completion_tokens": 4}}).encode())
+
+    def stream(self, tokens: int) -> None:
+        self.send_response(200)
+        self.end_headers()
+        try:
+            for count in range(1, tokens + 1):
+                self.wfile.write(f'data: {{"meta_info": {{"completion_tokens": {count}}}}}\n\n'.encode())
+                time.sleep(0.005)
+            self.wfile.write(b"data: [DONE]\n\n")
+        except BrokenPipeError:
+            pass  # the client has seen enough
 
     def answer(self, body: bytes) -> None:
         self.send_response(200)
@@ -59,12 +92,16 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
+def flag(name: str, default: str) -> str:
+    return sys.argv[sys.argv.index(name) + 1] if name in sys.argv else default
+
+
 def main() -> None:
     print("arguments:", *sys.argv[1:], flush=True)
     print("key:", os.environ.get("DSV4LAB_API_KEY"), flush=True)
     print("plugins:", os.environ.get("SGLANG_PLUGINS"), flush=True)
     print("path:", os.environ.get("PYTHONPATH"), ":", sep="", flush=True)
-    if MODE == "crash":
+    if MODE == "crash" or (MODE == "crash-compiling" and "--enable-torch-compile" in sys.argv):
         sys.exit(TRACEBACK)
     if MODE == "family":
         for where in ("here", "away"):
@@ -77,8 +114,7 @@ def main() -> None:
     if MODE == "hangs":
         print("[2026-01-01 00:00:00] Load weight begin. avail mem=90 GB", flush=True)
         time.sleep(600)
-    port = int(sys.argv[sys.argv.index("--port") + 1])
-    ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+    ThreadingHTTPServer(("127.0.0.1", int(flag("--port", "0"))), Handler).serve_forever()
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ def test_what_cannot_be_finished_leaves_the_old_file(tmp_path, monkeypatch):
         ("~/lab/run.py -v", "run.py -v"),
         ("'/opt/a/b'", "'b'"),
         ("a/b, 1/2", "a/b, 1/2"),
+        ("see /tmp or </b>", "see tmp or <b>"),
     ],
 )
 def test_folders_are_cut_from_text(text, left):

@@ -114,7 +114,7 @@ def test_the_verdict_counts_what_was_missed():
 
 def test_every_launch_is_listed_for_the_compiler():
     names = {step[0].__name__ for _, steps in indexer.static_launches("sm_120") for step in steps}
-    assert names == {"logits_kernel", "maxima_kernel", "select_kernel"}
+    assert names == {"logits_kernel", "topk_kernel"}
 
 
 @pytest.mark.gpu
@@ -151,4 +151,4 @@ def test_capture_at_64_rows_and_a_million_tokens_replays_other_lengths_bitwise(i
 def test_b3_nothing_of_the_step_touches_the_maximum(kernels_of):
     launch = indexer.prepare("fused", one(B=32, max_len=262_208, actual=7000, H=64, k=512))
     launch()
-    assert kernels_of(launch) == ["logits_kernel", "select_kernel"]
+    assert kernels_of(launch) == ["logits_kernel", "topk_kernel"]

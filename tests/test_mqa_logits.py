@@ -231,9 +231,8 @@ def test_group_maxima(next_n):
         for group, offset in ((4, 0), (16, 64 * units), (64, 80 * units)):
             count = -(-n // group)
             scores = torch.nn.functional.pad(found[row, :n], (0, count * group - n), value=float("-inf"))
-            keys = maxima[row, offset : offset + count].long() & 0xFFFFFFFF
-            bits = torch.where(keys >= 2**31, keys - 2**31, keys ^ 0xFFFFFFFF)
-            stored = torch.where(bits >= 2**31, bits - 2**32, bits).int().view(torch.float32)
+            keys = maxima[row, offset : offset + count]
+            stored = (keys ^ ((keys >> 31) & 0x7FFFFFFF)).view(torch.float32)
             assert torch.equal(stored, scores.view(count, group).amax(1))
             assert maxima[row, offset + count] == -7 or offset + count in (64 * units, 80 * units)
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from dsv4lab.kernels import mqa_logits, sparse_mla
+from dsv4lab.kernels import hc_pre, mqa_logits, sparse_mla
 from dsv4lab.kernels.sparse_mla import plans
 from dsv4lab.serving import adapters
 
@@ -105,3 +105,61 @@ def test_logits_and_selection_meet_with_and_without_shared_maxima(index_call):
     torch_slots, _ = indexed(index_call, "torch_fallback", maxima=False, column=True)
     assert (torch_slots >= 0).sum(1).tolist() == index_call.context_lens.clamp(max=512).tolist()
     assert (slots >= 0).sum(1).tolist() == index_call.context_lens.clamp(max=512).tolist()
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_mhc_pre_is_sglangs_but_for_its_product(rows):
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, 4, 256, generator=generator).to(torch.bfloat16)
+    weight, scale, base = (torch.randn(shape, generator=generator) for shape in ((24, 1024), (3,), (24,)))
+    layer = types.SimpleNamespace(rms_norm_eps=1e-6, hc_mult=4, hc_sinkhorn_iters=20, hc_eps=1e-6)
+    seen = []
+
+    def sinkhorn(mixes, *rest):
+        seen.append((mixes, rest))
+        return mixes[..., :4].softmax(-1), mixes[..., 4:8], mixes[..., 8:].unflatten(-1, (4, 4))
+
+    ours = adapters.mhc_pre("bf16", lambda: sinkhorn)
+    y, post, comb, fused = ours(lambda *_: pytest.fail("the original"), layer, x, weight, scale, base, norm=None)
+    flat = x.flatten(1).double()
+    rms = torch.rsqrt(flat.square().mean(-1, keepdim=True) + 1e-6)
+    mixes = flat @ weight.to(torch.bfloat16).double().T * rms
+    torch.testing.assert_close(seen[0][0], mixes.float().unsqueeze(1), rtol=1e-4, atol=1e-4)
+    assert seen[0][1] == (scale, base, 4, 20, 1e-6)
+    expected = (mixes[:, :4].softmax(-1).unsqueeze(-1) * x.double()).sum(1)
+    torch.testing.assert_close(y.double(), expected, rtol=1e-2, atol=1e-2)
+    assert (y.dtype, post.shape, comb.shape, fused) == (torch.bfloat16, (rows, 4), (rows, 4, 4), False)
+    ours(None, layer, x, weight, scale, base)
+    assert weight.bf16.dtype == torch.bfloat16 and weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("impl", ["split_k", "split_k_bf16"])
+def test_our_mhc_pre_is_called_as_sglang_calls_its_own(impl):
+    (call,) = hc_pre.make_inputs(hc_pre.Case("small", 3, 256), device="cpu")
+    call.hc_fn.requires_grad_()
+    layer = types.SimpleNamespace(rms_norm_eps=1e-6, hc_mult=4, hc_sinkhorn_iters=20, hc_eps=1e-6)
+    ours = adapters.mhc_pre(impl, lambda: pytest.fail("SGLang's sinkhorn"))
+    *found, fused = ours(None, layer, call.x, call.hc_fn, call.hc_scale, call.hc_base, norm=None)
+    assert fused is False and found[0].shape == (3, 256) and not found[0].requires_grad
+    for ours, expected in zip(found, hc_pre.reference(call), strict=True):
+        torch.testing.assert_close(ours.double(), expected.double(), rtol=3e-2, atol=3e-2)
+
+
+def test_an_empty_batch_goes_to_sglangs_own_mhc_pre():
+    original = lambda layer, x, *rest, **more: ("original", layer, more)  # noqa: E731
+    ours = adapters.mhc_pre("split_k", lambda: pytest.fail("nothing to mix"))
+    assert ours(original, "layer", torch.empty(0, 4, 256), None, None, None, norm=1) == (
+        "original",
+        "layer",
+        {"norm": 1},
+    )
+
+
+def test_the_torch_indexers_differ_in_their_products_alone(index_call):
+    given = vars(index_call)
+    calls = [adapters.indexer(impl, maxima=False) for impl in ("torch_fallback", "torch_bf16")]
+    arguments = [given[name] for name in ("q", "kv_cache", "weights", "context_lens", "block_table")]
+    exact, rounded = (call(*arguments, None, index_call.max_context_len) for call in calls)
+    seen = exact > -INF
+    assert torch.equal(seen, rounded > -INF) and not torch.equal(exact, rounded)
+    torch.testing.assert_close(rounded[seen], exact[seen], rtol=5e-2, atol=5e-2 * exact[seen].std().item())

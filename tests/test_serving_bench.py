@@ -96,7 +96,7 @@ def no_gpu(monkeypatch, tmp_path):
         gpu="NVIDIA H200", gpu_count=1, capability=(9, 0), driver="1", cuda="13", python="3.12", torch="2", triton="3"
     )
     monkeypatch.setattr(bench, "_provenance", lambda: (environment, Git(commit=None, dirty=None), ["dsv4lab", "bench"]))
-    monkeypatch.setattr(bench, "_clocks", lambda: None)
+    monkeypatch.setattr(bench, "clocks_now", lambda: None)
     monkeypatch.setattr(launch, "state_file", lambda port: tmp_path / "state.json")
     monkeypatch.delenv(guard.API_KEY, raising=False)
 
@@ -262,10 +262,10 @@ def test_compilations_in_the_log_of_the_run_are_told(server, tmp_path):
     server.scripts = [GOOD]
     original = bench.load.wave
 
-    async def compiling(*args):
+    async def compiling(*args, **options):
         with log.open("a") as file:
             file.write("Compiling kernel f\nstep\n")
-        return await original(*args)
+        return await original(*args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bench.load, "wave", compiling)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dsv4lab.kernels import mqa_logits, sparse_mla, topk
+from dsv4lab.kernels import hc_pre, mqa_logits, sparse_mla, topk
 from dsv4lab.serving import adapters, contracts, plugin, receipts, releases, settings
 
 VERSIONS = sorted(releases.RELEASES)
@@ -37,7 +37,7 @@ def test_a_setting_says_what_is_active():
     [
         ("attention", "'attention' must read name=value"),
         ("attention=", "'attention=' must read name=value"),
-        ("atention=mma", "there is no 'atention'; known: attention, indexer, topk, sm120_path, version"),
+        ("atention=mma", "there is no 'atention'; known: attention, indexer, topk, mhc, sm120_path, version"),
         ("attention=flash", "attention must be one of stock, simt, mma, split_k, got 'flash'"),
         ("topk=triton,topk=stock", "topk is given twice"),
     ],
@@ -49,8 +49,9 @@ def test_a_wrong_setting_is_named(text, says):
 
 def test_what_can_be_set_is_what_the_kernels_have():
     assert settings.CHOICES["attention"] == ("stock", *sparse_mla.IMPLEMENTATIONS)
-    assert set(settings.CHOICES["indexer"]) <= {"stock", *mqa_logits.IMPLEMENTATIONS}
+    assert set(settings.CHOICES["indexer"]) <= {"stock", *adapters.TORCH_LOGITS, *mqa_logits.IMPLEMENTATIONS}
     assert set(settings.CHOICES["topk"]) <= {"stock", *topk.IMPLEMENTATIONS}
+    assert set(settings.CHOICES["mhc"]) <= {"stock", "bf16", *hc_pre.IMPLEMENTATIONS}
 
 
 # the table against the contracts of the wheels

@@ -30,11 +30,12 @@ def rows(*scores, k, lengths=None, page=64):
 
 
 def select(call, **options):
-    """(slots, positions) of a call on outputs full of canaries, in a workspace full of garbage."""
+    """(slots, positions) of a call on outputs full of canaries, in a workspace full of garbage but for its counts."""
     n = len(call.scores)
     out, raw = (torch.full((n, call.k + 3), CANARY, dtype=torch.int32, device=DEVICE) for _ in range(2))
     shape = topk.workspace_shape(*call.scores.shape, call.k)
     workspace = torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32, device=DEVICE)
+    workspace[:, -topk.ARRIVALS :] = 0
     topk.topk_transform(
         call.scores, call.seq_lens, call.page_tables, out[:, : call.k], call.page_size, raw[:, : call.k],
         workspace=workspace, **options,
@@ -147,7 +148,9 @@ def test_nan_ranks_below_everything(n):
     scores = torch.full((n,), float("-inf"))
     scores[::2], scores[1::4], scores[7::50] = float("nan"), -float("nan"), 1.0
     positions = assert_right(rows(scores, k=n // 6))[0]
-    assert torch.isin(torch.arange(7, n, 50), positions.cpu()).all() and not scores[positions.long()].isnan().any()
+    assert (
+        torch.isin(torch.arange(7, n, 50), positions.cpu()).all() and not scores[positions.long().cpu()].isnan().any()
+    )
     assert_right(rows(torch.full((n,), float("nan")), k=100))
 
 
@@ -207,9 +210,19 @@ def test_raw_indices_and_workspace_may_be_left_out():
 def test_the_number_of_programs_does_not_matter():
     call = one(B=2, max_len=30_000, actual=20_000, lengths="mixed")
     first = select(call)
-    for config in (topk.Config(4, 4, 1024, 3), topk.Config(16, 8, 4096, 50)):
+    for config in (topk.Config(4, 1024, 1, 3), topk.Config(16, 4096, 3, 50)):
         for mine, theirs in zip(select(call, config=config), first, strict=True):
             assert torch.equal(mine, theirs)
+
+
+def test_one_workspace_serves_calls_of_any_shape():
+    workspace = torch.zeros(topk.workspace_shape(2, 30_000, 2048), dtype=torch.int32, device=DEVICE)
+    for width, k in ((30_000, 37), (9000, 2048), (20_000, 600)):
+        call = one(B=2, max_len=width, actual=width, k=k)
+        out = torch.empty(2, k, dtype=torch.int32, device=DEVICE)
+        topk.topk_transform(call.scores, call.seq_lens, call.page_tables, out, 64, workspace=workspace)
+        assert torch.equal(out, *topk.reference(call))
+        assert not workspace[:, -topk.ARRIVALS :].any()
 
 
 def test_the_grid_does_not_depend_on_the_width():
@@ -272,12 +285,17 @@ def test_bad_outputs_and_workspaces_are_named():
         with pytest.raises(ValueError, match=message):
             topk.topk_transform(call.scores, call.seq_lens, call.page_tables, out, 64, **options)
 
-    refused(r"out_page_indices must have 1 to 2048 columns, got 2049", out=torch.empty(2, 2049, dtype=torch.int32))
+    refused(r"out_page_indices must have 1 to 2048 columns, got 2049", out=out.new_empty(2, 2049))
     refused(r"out_page_indices must be int32 \[2, 37\]", out=out.float())
     refused(r"out_raw_indices must be int32 \[2, 37\]", out_raw_indices=out[:1])
     refused("maxima_ready needs the workspace", maxima_ready=True)
-    refused(r"workspace must be int32, at least \[2, 2312\]", workspace=torch.empty(2, 2308, dtype=torch.int32))
-    refused("workspace must have rows at multiples of 16", workspace=torch.empty(2, 2313, dtype=torch.int32))
+    refused(
+        r"workspace must be int32, at least \[2, 1292\]",
+        workspace=torch.empty(2, 1288, dtype=torch.int32, device=DEVICE),
+    )
+    refused(
+        "workspace must have rows at multiples of 16", workspace=torch.empty(2, 1293, dtype=torch.int32, device=DEVICE)
+    )
     with pytest.raises(ValueError, match=r"impl must be one of torch, triton, got 'fast'"):
         topk.prepare("fast", call)
 
@@ -333,7 +351,7 @@ def test_b4_a_variant_is_never_first_compiled_in_a_capture():
     workspace = torch.empty(topk.workspace_shape(1, 500, 37), dtype=torch.int32, device="cuda")
     (step, *_) = topk.launches(call, out, None, workspace, maxima_ready=True, arch="sm_90", sms=132)
     assert not is_warm(*step)
-    with pytest.raises(ColdKernel, match=r"capturing .* select_kernel .*scores=float32\[1, 500\].*PAGE=16"):
+    with pytest.raises(ColdKernel, match=r"capturing .* topk_kernel .*scores=float32\[1, 500\].*PAGE=16"):
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
             topk.topk_transform(
                 call.scores, call.seq_lens, call.page_tables, out, 16, workspace=workspace, maxima_ready=True
@@ -344,7 +362,7 @@ def test_b4_a_variant_is_never_first_compiled_in_a_capture():
 def test_b3_nothing_but_the_kernels_runs(kernels_of):
     launch = topk.prepare("triton", one(B=32, max_len=262_208, actual=7000, k=512))
     launch()
-    assert kernels_of(launch) == ["maxima_kernel", "select_kernel"]
+    assert kernels_of(launch) == ["topk_kernel"]
 
 
 @pytest.mark.gpu

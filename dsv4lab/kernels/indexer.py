@@ -6,8 +6,8 @@ The logits go through memory, where the top-k finds them in L2; a call costs one
 bytes each), whatever the maximum context. Implementations:
 
 - `fused`: the logits kernel also stores the maxima of its groups of scores, so that the top-k starts from those and
-  reads, of a row of any length, a few thousand scores; two kernels;
-- `triton`: `fp8_paged_mqa_logits`, then `topk_transform` on its own; three kernels;
+  reads, of a row of any length, a few thousand scores;
+- `triton`: `fp8_paged_mqa_logits`, then `topk_transform` on its own; like the above two kernels;
 - `torch_fallback`, `torch_capped`: the O(max_context_len) logits and `torch.topk`; capped: to 8,192 tokens.
 """
 
@@ -77,7 +77,7 @@ def indexer(
     rows, k = q.shape[0] * q.shape[1], out_page_indices.shape[-1]
     if workspace is None:
         shape = topk.workspace_shape(rows, max_context_len, k)
-        workspace = torch.empty(shape, dtype=torch.int32, device=q.device)
+        workspace = torch.zeros(shape, dtype=torch.int32, device=q.device)
     logits = mqa_logits.fp8_paged_mqa_logits(
         q, kv_cache, weights, context_lens, block_table, None, max_context_len,
         out=logits, maxima=workspace if fused else None,
@@ -129,7 +129,7 @@ def prepare(impl: str, inputs: Inputs) -> Callable[[], tuple[Tensor]]:
     rows, device = inputs.q.shape[0] * inputs.q.shape[1], inputs.q.device
     out = torch.empty(rows, inputs.k, dtype=torch.int32, device=device)
     shape = topk.workspace_shape(rows, inputs.max_context_len, inputs.k)
-    workspace = torch.empty(shape, dtype=torch.int32, device=device)
+    workspace = torch.zeros(shape, dtype=torch.int32, device=device)
 
     def call() -> tuple[Tensor]:
         indexer(**arguments, out_page_indices=out, workspace=workspace, impl=impl)

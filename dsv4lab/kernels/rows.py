@@ -1,6 +1,6 @@
 """What the indexer's kernels share: how many keys a query sees, the order of scores, and maxima over groups of them.
 
-Lengths are read on the device alone. A score's *key* is a uint32 that sorts as the scores do: NaN below -inf, and -0.0
+Lengths are read on the device alone. A score's *key* is an int32 that sorts as the scores do: NaN below -inf, and -0.0
 equal to 0.0. The *maxima* of a row of scores are the largest keys of every 4, 16, 64 and 256 consecutive ones, stored
 one level after the other in 88 int32 for every 256 scores: 64 + 16 + 4 + 1, and 3 unused that keep levels aligned.
 """
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-INTS_PER_256 = tl.constexpr(88)
+LOWEST = tl.constexpr(-(2**31))
 
 
 def maxima_ints(width: int) -> int:
@@ -56,32 +56,35 @@ def query_length(lengths, stride_b, stride_n, step, b, j, next_n, limit, mask):
 
 
 @triton.jit
-def score_key(x):
-    """fp32 scores -> uint32 keys in the same order."""
-    bits = (x + 0.0).to(tl.int32, bitcast=True)
-    flip = ((bits >> 31) | (-2147483648)).to(tl.uint32, bitcast=True)  # negative: all bits; positive: the sign
-    return tl.where(x == x, bits.to(tl.uint32, bitcast=True) ^ flip, 0)
+def flip(bits):
+    """The bits of an fp32 score -> its key, and a key -> the bits of its score: negative numbers count downwards."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
-def _largest(keys, N: tl.constexpr):
-    return tl.max(tl.reshape(keys, (N, 4)), 1)
+def score_key(x):
+    """fp32 scores -> int32 keys in the same order; `LOWEST` for NaN."""
+    return tl.where(x == x, flip((x + 0.0).to(tl.int32, bitcast=True)), LOWEST)
 
 
 @triton.jit
 def _store_level(maxima, keys, first, n, N: tl.constexpr, GROUP: tl.constexpr):
     at = first // GROUP + tl.arange(0, N)
-    tl.store(maxima + at, keys.to(tl.int32, bitcast=True), mask=at * GROUP < n)
+    tl.store(maxima + at, keys, mask=at * GROUP < n)
 
 
 @triton.jit
-def store_maxima(maxima, keys, first, n, units, N: tl.constexpr):
-    """Maxima over 4, 16 and 64 of the keys [N] of scores first..first + N - 1, both multiples of 64, of a row of n.
+def store_maxima(maxima, x, first, n, units, N: tl.constexpr):
+    """Maxima over 4, 16, 64 and, if N is a multiple, 256 of the scores x [N] at first..first + N - 1, of a row of n.
 
-    maxima: int32, the row's; units: 256-score units it has room for. Keys of scores past the row's end must be 0.
+    maxima: int32, the row's; units: 256-score units it has room for. What is past the row's end must be NaN. first and
+    N are multiples of 64, or of 256.
     """
-    m4 = _largest(keys, N // 4)
-    m16 = _largest(m4, N // 16)
+    m4 = score_key(tl.max(tl.reshape(x, (N // 4, 4)), 1))
+    m16 = tl.max(tl.reshape(m4, (N // 16, 4)), 1)
+    m64 = tl.max(tl.reshape(m16, (N // 64, 4)), 1)
     _store_level(maxima, m4, first, n, N // 4, 4)
     _store_level(maxima + units * 64, m16, first, n, N // 16, 16)
-    _store_level(maxima + units * 80, _largest(m16, N // 64), first, n, N // 64, 64)
+    _store_level(maxima + units * 80, m64, first, n, N // 64, 64)
+    if N % 256 == 0:
+        _store_level(maxima + units * 84, tl.max(tl.reshape(m64, (N // 256, 4)), 1), first, n, N // 256, 256)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsv4lab.kernels import hc_pre as kernel
 from dsv4lab.kernels import mqa_logits, sparse_mla, topk
 from dsv4lab.kernels.launch import target
 from dsv4lab.kernels.sparse_mla.plans import buckets
@@ -17,6 +18,9 @@ from dsv4lab.model import DSV4_FLASH
 
 LARGEST_K = 1024
 """The largest top-k an indexer of this family has: the workspace of its maxima is made for it."""
+
+TORCH_LOGITS = {"torch_fallback": torch.float32, "torch_bf16": torch.bfloat16}
+"""The indexers that score the whole maximum context, and the type they multiply in."""
 
 _call = threading.local()
 _workspaces: dict[torch.device, Tensor] = {}
@@ -98,8 +102,9 @@ def indexer(impl: str, maxima: bool) -> Callable:
         max_context_len: int,
         clean_logits: bool = False,
     ) -> Tensor:
-        if impl == "torch_fallback":
-            return mqa_logits.torch_logits(q, kv_cache, weights, context_lens, block_table, max_context_len)
+        if impl in TORCH_LOGITS:
+            arguments = q, kv_cache, weights, context_lens, block_table, max_context_len
+            return mqa_logits.torch_logits(*arguments, dtype=TORCH_LOGITS[impl])
         workspace = None
         if maxima:
             shape = topk.workspace_shape(q.shape[0] * q.shape[1], max_context_len, LARGEST_K)
@@ -130,3 +135,43 @@ def topk_transform(
         scores, seq_lens, page_tables, out_page_indices, page_size, out_raw_indices,
         workspace=workspace, maxima_ready=workspace is not None,
     )  # fmt: skip
+
+
+def mhc_pre(impl: str, sinkhorn: Callable[[], Callable]) -> Callable:
+    """Around `DeepseekV4DecoderLayer.hc_pre`: our kernel, or ("bf16") PyTorch with the linear in bf16, summed in fp32.
+
+    sinkhorn: brings SGLang's own `hc_split_sinkhorn`, to which "bf16" leaves the mixing weights.
+    """
+
+    def hc_pre(
+        original: Callable, layer: Any, x: Tensor, hc_fn: Tensor, hc_scale: Tensor, hc_base: Tensor, *rest, **more
+    ) -> tuple[Tensor, Tensor, Tensor, bool]:
+        if not x.shape[0]:
+            return original(layer, x, hc_fn, hc_scale, hc_base, *rest, **more)
+        if impl != "bf16":
+            weight = _bf16(hc_fn) if impl == "split_k_bf16" else hc_fn.detach()
+            numbers = dict(rms_eps=layer.rms_norm_eps, hc_eps=layer.hc_eps, sinkhorn_iters=layer.hc_sinkhorn_iters)
+            return *kernel.hc_pre(x, weight, hc_scale.detach(), hc_base.detach(), **numbers), False
+        flat = x.flatten(1)
+        norm = torch.linalg.vector_norm(flat, dim=1, keepdim=True, dtype=torch.float32)
+        rms = torch.rsqrt(norm.square() / flat.shape[1] + layer.rms_norm_eps)
+        mixes = (_fp32_product(flat, _bf16(hc_fn)) * rms).unsqueeze(1)
+        pre, post, comb = sinkhorn()(mixes, hc_scale, hc_base, layer.hc_mult, layer.hc_sinkhorn_iters, layer.hc_eps)
+        y = (pre.squeeze(1).unsqueeze(-1) * x).sum(1)
+        return y.to(x.dtype), post.squeeze(1), comb.squeeze(1), False
+
+    return hc_pre
+
+
+def _bf16(weight: Tensor) -> Tensor:
+    """`weight` in bf16, kept with it: made at its first call, which is no captured one."""
+    if not hasattr(weight, "bf16"):
+        with torch.inference_mode(False):
+            weight.bf16 = weight.detach().to(torch.bfloat16)
+    return weight.bf16
+
+
+def _fp32_product(x: Tensor, weight: Tensor) -> Tensor:
+    if x.is_cuda:
+        return torch.mm(x, weight.T, out_dtype=torch.float32)
+    return x.float() @ weight.float().T

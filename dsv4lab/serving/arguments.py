@@ -6,6 +6,7 @@ Prints {"ranks": ...}, the processes that will hold a part of the model on this 
 """
 
 import argparse
+import functools
 import json
 import os
 import subprocess
@@ -24,6 +25,11 @@ _SIZES = (
 
 def check(flags: list[str]) -> int:
     """The ranks of this node under `flags`. ValueError in SGLang's own words."""
+    return _ranks_under(tuple(flags))
+
+
+@functools.cache
+def _ranks_under(flags: tuple[str, ...]) -> int:
     command = [sys.executable, "-m", "dsv4lab.serving.arguments", *flags]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": python_path()})
     if done.returncode:

@@ -9,7 +9,7 @@ import asyncio
 import json
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -38,13 +38,19 @@ class WrongServer(ValueError):
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure. expect: by name, what the server's account of itself must show as text; "hooks" as a setting."""
+    """What to measure.
+
+    expect: by name, what the server's account of itself must show as text; "hooks" as a setting. warm_up: tokens out in
+    the unmeasured wave, if not those of the shape. timeout_s: of a wave.
+    """
 
     concurrency: tuple[int, ...] = (1, 16, 32, 64)
     shape: Shape = field(default_factory=Shape)
     waves: int = 3
     seed: int = 0
     expect: dict[str, str] = field(default_factory=dict)
+    warm_up: int | None = None
+    timeout_s: float = load.TIMEOUT_S
 
     def __post_init__(self):
         counts = {"waves": self.waves, "input": self.shape.input, "output": self.shape.output}
@@ -175,9 +181,10 @@ def measure(url: str, plan: Plan, log: Path | None = None, say: Callable[[str], 
     found = []
     for concurrency in plan.concurrency:
         seeds = iter(range(plan.seed + 1000 * concurrency, plan.seed + 1000 * concurrency + plan.waves + 1))
-        asyncio.run(load.wave(url, plan.shape, concurrency, next(seeds)))
+        warm_up = replace(plan.shape, output=plan.warm_up or plan.shape.output)
+        asyncio.run(load.wave(url, warm_up, concurrency, next(seeds), timeout_s=plan.timeout_s))
         before = log.stat().st_size if log else 0
-        waves = [asyncio.run(load.wave(url, plan.shape, concurrency, seed)) for seed in seeds]
+        waves = [asyncio.run(load.wave(url, plan.shape, concurrency, seed, timeout_s=plan.timeout_s)) for seed in seeds]
         compiles = server_log.compilations(log.read_bytes()[before:].decode(errors="replace")) if log else None
         found.append(Measured(concurrency, waves, compiles))
         say(found[-1].headline())
@@ -194,48 +201,81 @@ def run(
     """
     identity = identify(url)
     check_identity(identity, plan.expect)
-    before = _clocks()
+    before = clocks_now()
     found = measure(url, plan, identity.log, say)
-    clocks = Clocks(before=before, after=_clocks())
+    clocks = Clocks(before=before, after=clocks_now())
     lines = [record(each, plan, identity, stage or identity.stage or "unnamed", clocks) for each in found]
     return records.write(lines, EXPERIMENT, directory), all(each.valid for each in found)
 
 
 def record(measured: Measured, plan: Plan, identity: Identity, stage: str, clocks: Clocks) -> Record:
     """One concurrency as a record: samples are the durations of the waves."""
-    env, git, argv = _provenance()
-    info = {name: identity.info[name] for name in _KEPT if name in identity.info}
-    info["memory_gb"] = [state.get("memory_usage") for state in identity.info["internal_states"]]  # of each replica
+    info = account(identity.info)
     failed = len(measured.outcomes) - measured.ok
-    return Record(
-        experiment=EXPERIMENT,
-        case=f"c{measured.concurrency}_in{plan.shape.input}_out{plan.shape.output}",
-        impl=stage,
-        config={
-            "stage": stage,
-            "C": measured.concurrency,
-            "context_length": info.get("context_length"),
-            "layers": _layers(info),
+    return line(
+        f"c{measured.concurrency}_in{plan.shape.input}_out{plan.shape.output}",
+        {"stage": stage, "C": measured.concurrency, "context_length": info.get("context_length"),
+         "layers": _layers(info)},
+        method={
+            "name": "waves of C requests",
+            "waves": plan.waves,
+            "stream": plan.shape.stream,
+            "warm_up_waves": 1,
+            "warm_up_output": plan.warm_up or plan.shape.output,
         },
-        method={"name": "waves of C requests", "waves": plan.waves, "stream": plan.shape.stream, "warm_up_waves": 1},
         samples_us=[1e6 * duration(wave) for wave in measured.waves],
         check={
             "ok": measured.ok,
             "failed": failed,
             "passed": measured.valid,
-            "errors": _local(sorted({o.error for o in measured.outcomes if o.error})[:5]),
+            "errors": sorted({o.error for o in measured.outcomes if o.error})[:5],
         },
-        work=None,
         seed=plan.seed,
+        clocks=clocks,
+        server={"info": info, "hooks": identity.hooks or None, "load": asdict(plan.shape)},
+        result=measured.result(),
+    )  # fmt: skip
+
+
+def line(
+    case: str,
+    config: dict[str, Any],
+    *,
+    method: dict[str, Any],
+    samples_us: list[float],
+    check: dict[str, Any],
+    result: dict[str, float | None],
+    server: dict[str, Any],
+    seed: int = 0,
+    clocks: Clocks | None = None,
+) -> Record:
+    """A record of a server, paths cut; `config` carries the stage, by which the implementation is called."""
+    env, git, argv = _provenance()
+    return Record(
+        experiment=EXPERIMENT,
+        case=case,
+        impl=config["stage"],
+        config=config,
+        method=method,
+        samples_us=samples_us,
+        check=_local(check),
+        work=None,
+        seed=seed,
         argv=argv,
         date_utc=datetime.now(UTC),
         git=git,
         kernel_sha256=None,
         env=env,
-        clocks=clocks,
-        server=_local({"info": info, "hooks": identity.hooks or None, "load": asdict(plan.shape)}),
-        result=measured.result(),
+        clocks=clocks or Clocks(before=None, after=None),
+        server=_local(server),
+        result=result,
     )
+
+
+def account(info: dict[str, Any]) -> dict[str, Any]:
+    """What is kept of a server's account of itself, with its memory in GB for each replica."""
+    kept = {name: info[name] for name in _KEPT if name in info}
+    return kept | {"memory_gb": [state.get("memory_usage") for state in info["internal_states"]]}
 
 
 def _layers(info: dict[str, Any]) -> int | None:
@@ -260,7 +300,7 @@ def _provenance() -> tuple[Environment, Git, list[str]]:
     return provenance.environment(), provenance.git_state(), provenance.command_line()
 
 
-def _clocks() -> dict[str, Any] | None:
+def clocks_now() -> dict[str, Any] | None:
     from dsv4lab import timing
 
     return timing.clocks()

@@ -24,11 +24,19 @@ def headers() -> dict[str, str]:
 
 def call(url: str, path: str, body: dict | None = None, *, timeout: float = 300.0) -> Any:
     """The JSON of the answer; a body makes it a POST. NoAnswer with path and reason."""
+    try:
+        return json.loads(tell(url, path, body, timeout=timeout))
+    except ValueError as error:
+        raise NoAnswer(f"{path} was not answered: {one_line(str(error))}") from None
+
+
+def tell(url: str, path: str, body: dict | None = None, *, timeout: float = 300.0) -> bytes:
+    """The answer as it is. NoAnswer with path and reason."""
     data = None if body is None else json.dumps(body).encode()
     try:
         with _DIRECTLY.open(urllib.request.Request(url + path, data, headers()), timeout=timeout) as answer:
-            return json.loads(answer.read())
-    except (OSError, ValueError, http.client.HTTPException) as error:
+            return answer.read()
+    except (OSError, http.client.HTTPException) as error:
         raise NoAnswer(f"{path} was not answered: {one_line(str(error))}") from None
 
 

@@ -78,19 +78,34 @@ def body(shape: Shape, rng: random.Random) -> dict[str, Any]:
     return {"input_ids": prompt, "sampling_params": sampling, "stream": shape.stream}
 
 
-async def wave(url: str, shape: Shape, concurrency: int, seed: int) -> list[Outcome]:
-    """`concurrency` requests at once; returns when the last has ended."""
+async def wave(
+    url: str,
+    shape: Shape,
+    concurrency: int,
+    seed: int,
+    *,
+    timeout_s: float = TIMEOUT_S,
+    outcomes: list[Outcome] | None = None,
+) -> list[Outcome]:
+    """`concurrency` requests at once; returns when the last has ended, or failed for taking longer than `timeout_s`.
+
+    outcomes: an empty list that holds them from the start, for who wants to watch.
+    """
     import aiohttp
 
     rng = random.Random(seed)
     bodies = [body(shape, rng) for _ in range(concurrency)]
-    connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=TIMEOUT_S)
+    outcomes = [] if outcomes is None else outcomes
+    outcomes += [Outcome(time.perf_counter()) for _ in bodies]
+    connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=timeout_s)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers()) as session:
-        return await asyncio.gather(*(_request(session, url, shape, each) for each in bodies))
+        requests = zip(outcomes, bodies, strict=True)
+        await asyncio.gather(*(_request(session, url, shape, each, outcome) for outcome, each in requests))
+    return outcomes
 
 
-async def _request(session: Any, url: str, shape: Shape, payload: dict) -> Outcome:
-    outcome = Outcome(time.perf_counter())
+async def _request(session: Any, url: str, shape: Shape, payload: dict, outcome: Outcome) -> None:
+    outcome.start = time.perf_counter()
     try:
         async with session.post(f"{url}/generate", json=payload) as answer:
             if answer.status != 200:
@@ -103,7 +118,6 @@ async def _request(session: Any, url: str, shape: Shape, payload: dict) -> Outco
     except (OSError, ValueError, TimeoutError, *_client_errors()) as error:
         outcome.error = outcome.error or one_line(f"{type(error).__name__}: {error}")
     outcome.end = time.perf_counter()
-    return outcome
 
 
 def _client_errors() -> tuple[type[Exception], ...]:

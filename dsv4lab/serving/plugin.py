@@ -78,7 +78,9 @@ def _replacements(setting: Setting, release: Release, installed: str) -> Iterato
         ours = adapters.attention(setting.attention, rank)
         yield release.attention.targets[0], _proven("attention", setting.attention, installed, ours), False
     if setting.sm120_path != settings.STOCK:  # that the sm_120 attention is called is the proof of the path
-        observed = _proven("sm120_path", setting.sm120_path, installed, lambda original, *a, **k: original(*a, **k))
+        stock = setting.attention == settings.STOCK
+        call = lambda original, *a, **k: original(*a, **k)  # noqa: E731
+        observed = _proven("sm120_path", setting.sm120_path, installed, call, compiled=stock)
         yield release.attention.targets[0], observed, True
     if setting.indexer != settings.STOCK:
         ours = adapters.indexer(setting.indexer, maxima=setting.topk != settings.STOCK)
@@ -87,6 +89,9 @@ def _replacements(setting: Setting, release: Release, installed: str) -> Iterato
     if setting.topk != settings.STOCK:
         for target in release.topk.targets:
             yield target, _proven("topk", setting.topk, installed, adapters.topk_transform), False
+    if setting.mhc != settings.STOCK:
+        ours = adapters.mhc_pre(setting.mhc, functools.cache(lambda: _resolve(release.sinkhorn)))
+        yield release.mhc.targets[0], _proven("mhc", setting.mhc, installed, ours), True
 
 
 def _select_path(name: str, impl: str, hook: Hook) -> None:
@@ -98,9 +103,12 @@ def _select_path(name: str, impl: str, hook: Hook) -> None:
         os.environ[variable] = wanted
 
 
-def _proven(hook: str, impl: str, installed: str, function: Callable) -> Callable:
-    """`function`, left alone by torch.compile, which leaves a receipt when its first call has returned."""
-    function, done = import_module("torch").compiler.disable(function), False
+def _proven(hook: str, impl: str, installed: str, function: Callable, compiled: bool = False) -> Callable:
+    """`function`, which leaves a receipt when its first call has returned.
+
+    torch.compile leaves it alone, unless `compiled`: what it calls may then be compiled.
+    """
+    done = False
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
@@ -112,7 +120,7 @@ def _proven(hook: str, impl: str, installed: str, function: Callable) -> Callabl
             receipts.write(_receipt("live", hook, impl, installed, seen))
         return result
 
-    return called
+    return import_module("torch").compiler.disable(called, recursive=not compiled)
 
 
 def _receipt(kind: str, hook: str, impl: str, installed: str, seen: dict[str, Any] | None = None) -> receipts.Receipt:

@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 
 from dsv4lab.serving.settings import Setting
 
-_OURS = Setting(attention="split_k", indexer="triton", topk="triton")
+_ALL = {"attention": "split_k", "indexer": "triton", "topk": "triton", "mhc": "split_k"}
+_OURS = Setting(**_ALL)
 _FORCED = "forced"
 _STOCK = Setting()
 
@@ -29,7 +30,7 @@ class Preset:
 _BLACKWELL = ("--moe-runner-backend", "marlin", "--fp8-gemm-backend", "triton")
 _SYNTHETIC = (
     "--load-format", "dummy", "--skip-tokenizer-init", "--skip-server-warmup", "--disable-radix-cache",
-    "--sampling-backend", "pytorch", "--max-running-requests", "64",
+    "--sampling-backend", "pytorch", "--max-running-requests", "64", "--cuda-graph-max-bs", "64",
     "--mem-fraction-static", "0.7", "--chunked-prefill-size", "2048",
 )  # fmt: skip
 _TRITON_GEMM = ("--fp8-gemm-backend", "triton", "--moe-runner-backend", "triton")
@@ -40,6 +41,7 @@ _FP8_EXPERTS = {
     "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1",
     "HF_HUB_OFFLINE": "1",
 }
+_DEEPGEMM_AS_NEEDED = {"SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0"}  # else it compiles for every batch size there could be
 _NO_DEEPGEMM = {"SGLANG_ENABLE_JIT_DEEPGEMM": "0"}
 
 PRESETS = {
@@ -55,7 +57,7 @@ PRESETS = {
     "h200": Preset("One H200 through SGLang's own Hopper path, no hook: the mark to beat.", arch="sm_90"),
     "synthetic": Preset(
         "Six layers of the true dimensions with dummy weights, all our kernels, on any one GPU: nothing is downloaded.",
-        Setting("split_k", "triton", "triton", _FORCED), context_length=1_048_576,
+        Setting(**_ALL, sm120_path=_FORCED), context_length=1_048_576,
         flags=_SYNTHETIC + _TRITON_GEMM, environment=_FP8_EXPERTS | _NO_DEEPGEMM, layers=6,
     ),
 }  # fmt: skip
@@ -79,6 +81,10 @@ STAGES = {
     "stock": _stage("Per-head SIMT attention and the torch indexer over the maximum context.", _on_path()),
     "mma": _stage("Attention on tensor cores, one block of heads a program.", _on_path(attention="mma")),
     "split_k": _stage("The same with each row's positions split.", _on_path(attention="split_k")),
+    "bf16": _stage(
+        "And what was forced to FP32 in bf16: the torch indexer's product and MHC-pre.",
+        _on_path(attention="split_k", indexer="torch_bf16", mhc="bf16"),
+    ),
     "compile": _stage("torch.compile on top, first attempt.", _on_path(attention="split_k"), _COMPILE),
     "compile_nographs": _stage(
         "Second attempt: Inductor's own graphs off.",
@@ -87,16 +93,24 @@ STAGES = {
     "compile_stock_attention": _stage("Third attempt: with the stock attention.", _on_path(), _COMPILE),
     "stock_ctx8192": _stage("Stock with the context capped to 8,192 tokens.", _on_path(), context_length=8192),
     "indexer": _stage(
-        "All fixes, uncapped: attention, logits and top-k at a cost that follows the real length.",
-        _on_path(attention="split_k", indexer="triton", topk="triton"),
+        "All fixes, uncapped: attention, logits, top-k at a cost that follows the real length, MHC-pre in one pass.",
+        _on_path(**_ALL),
+    ),
+    "indexer_ctx8192": _stage(
+        "The same with the context capped to 8,192 tokens: what the cap still buys.",
+        _on_path(**_ALL), context_length=8192,
+    ),
+    "indexer_stock_mhc": _stage(
+        "The same uncapped, with SGLang's own MHC-pre: what ours is worth.", _on_path(**_ALL | {"mhc": "stock"})
     ),
     "native": Preset(
         "SGLang's own path for this GPU, with the GEMM and MoE backends of the stages.",
-        context_length=1_048_576, flags=_SYNTHETIC + _TRITON_GEMM, environment=_FP8_EXPERTS, layers=6,
+        context_length=1_048_576, flags=_SYNTHETIC + _TRITON_GEMM, environment=_FP8_EXPERTS | _DEEPGEMM_AS_NEEDED,
+        layers=6,
     ),
     "native_auto": Preset(
         "SGLang's own path and choices throughout.",
-        context_length=1_048_576, flags=_SYNTHETIC, environment=_FP8_EXPERTS, layers=6,
+        context_length=1_048_576, flags=_SYNTHETIC, environment=_FP8_EXPERTS | _DEEPGEMM_AS_NEEDED, layers=6,
     ),
 }  # fmt: skip
 

@@ -26,13 +26,15 @@ class Hook:
 @dataclass(frozen=True)
 class Release:
     """One SGLang release. rank_function: a padded call carries a rank's heads at their place among all, which this
-    function's rank tells; "" where they come first.
+    function's rank tells; "" where they come first. sinkhorn: what MHC-pre leaves its mixing weights to.
     """
 
     attention: Hook
     indexer: Hook
     topk: Hook
     rank_function: str = ""
+    mhc: Hook = Hook(("srt.models.deepseek_v4.DeepseekV4DecoderLayer.hc_pre",))
+    sinkhorn: str = "srt.layers.mhc.hc_split_sinkhorn"
     sm120_path: Hook = Hook(("srt.utils.common.is_sm120_supported",))
     layer_forward: str = "srt.layers.attention.deepseek_v4_backend.DeepseekV4AttnBackend.forward"
     """The method through which every attention call passes, with the layer that knows how many heads are the rank's."""
@@ -43,6 +45,7 @@ _OLD = dict(
     indexer=Hook(_TORCH_LOGITS, _TORCH_INDEXER | _TAIL_UNREAD),
     topk=Hook(("jit_kernel.dsv4.topk.topk_transform_512",), _TOPK_V1 | _TAIL_UNREAD),
 )
+_MOVED_SINKHORN = "kernels.ops.layernorm.mhc.hc_split_sinkhorn"
 _SRT, _OPS = Hook((_ATTENTION,), _PREFILL), Hook((_MOVED,), _PREFILL)
 
 RELEASES = {
@@ -57,11 +60,14 @@ RELEASES = {
             {"SGLANG_OPT_USE_TILELANG_INDEXER": "1"} | _TAIL_UNREAD,
         ),
         topk=_OLD["topk"],
+        sinkhorn=_MOVED_SINKHORN,
     ),
     "0.5.23": Release(
         _OPS,
         indexer=Hook(_TORCH_LOGITS, _TORCH_INDEXER),
         topk=Hook(("kernels.ops.attention.dsv4.topk.topk_transform_paged",), _TOPK_V1),
+        mhc=Hook(("srt.models.deepseek_v4.DeepseekV4DecoderLayerBase.hc_pre",)),
+        sinkhorn=_MOVED_SINKHORN,
     ),
 }
 

@@ -6,8 +6,9 @@ VARIABLE = "DSV4LAB"
 STOCK = "stock"
 CHOICES = {
     "attention": (STOCK, "simt", "mma", "split_k"),
-    "indexer": (STOCK, "torch_fallback", "triton"),
+    "indexer": (STOCK, "torch_fallback", "torch_bf16", "triton"),
     "topk": (STOCK, "triton"),
+    "mhc": (STOCK, "bf16", "split_k", "split_k_bf16"),
     "sm120_path": (STOCK, "forced"),
 }
 
@@ -22,6 +23,7 @@ class Setting:
     attention: str = STOCK
     indexer: str = STOCK
     topk: str = STOCK
+    mhc: str = STOCK
     sm120_path: str = STOCK
     version: str = ""
 

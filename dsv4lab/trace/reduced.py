@@ -74,7 +74,8 @@ def write(trace: Trace, path: Path | str, **about: Any) -> Path:
         raise FileExistsError(f"{path.name} exists already: reduced traces are never rewritten")
     times = np.concatenate([trace.events["ts"], trace.events["launch_ts"], trace.marks["ts"]])
     first = int(times[times >= 0].min())
-    header = {"schema": SCHEMA, "meta": trace.meta | about, "lost": dict(trace.lost), "first_ts": first}
+    lost = {name: int(count) for name, count in trace.lost.items()}
+    header = {"schema": SCHEMA, "meta": trace.meta | about, "lost": lost, "first_ts": first}
     lines = [header, *({"table": name, **_table(getattr(trace, name), first)} for name in _FRAMES)]
     text = "".join(json.dumps(line, separators=(",", ":"), allow_nan=False) + "\n" for line in lines)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -143,12 +143,18 @@ def fp8_paged_mqa_logits(
 
 
 def torch_logits(
-    q: Tensor, kv_cache: Tensor, weights: Tensor, context_lens: Tensor, block_table: Tensor, max_context_len: int
+    q: Tensor,
+    kv_cache: Tensor,
+    weights: Tensor,
+    context_lens: Tensor,
+    block_table: Tensor,
+    max_context_len: int,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """The indexer that costs O(max_context_len): gather every page of the table, score every position in fp32, mask.
+    """The indexer that costs O(max_context_len): gather every page of the table, score every position, mask.
 
     The same result and arguments, with -inf past each query's keys; capture-safe. Requests are taken a few at a time,
-    so that what lies in memory stays under `FALLBACK_BYTES`.
+    so that what lies in memory stays under `FALLBACK_BYTES`. dtype: of q, keys and their products; the rest is fp32.
     """
     call = Inputs(q, kv_cache, weights, context_lens, block_table, max_context_len)
     (B, next_n, H, _), page = q.shape, kv_cache.shape[1]
@@ -160,10 +166,10 @@ def torch_logits(
     for b in range(0, B, step):
         some = slice(b, b + step)
         gathered = flat[block_table[some, :pages].long()]
-        values = gathered[..., : page * DIM].contiguous().view(layouts.FP8).float().view(-1, pages * page, DIM)
+        values = gathered[..., : page * DIM].contiguous().view(layouts.FP8).to(dtype).view(-1, pages * page, DIM)
         scale = gathered[..., page * DIM :].contiguous().view(torch.float32).view(-1, pages * page)
         for j in range(next_n):
-            x = torch.relu(torch.bmm(values, q[some, j].float().transpose(1, 2)))
+            x = torch.relu(torch.bmm(values, q[some, j].to(dtype).transpose(1, 2)))
             x = (x * weights.view(B, next_n, 1, H)[some, j]).sum(2) * scale
             out[some, j, :width] = x[:, :width]
     unseen = torch.arange(max_context_len, device=q.device) >= query_lengths(call)[..., None]

@@ -8,7 +8,7 @@ scales stream through shared memory, `num_stages` pages ahead, and the page ids 
 import triton
 import triton.language as tl
 
-from dsv4lab.kernels.rows import query_length, score_key, store_maxima
+from dsv4lab.kernels.rows import query_length, store_maxima
 
 MANY = tl.constexpr(2**31 - 1)
 
@@ -27,9 +27,9 @@ def _operand(x, COMPUTE: tl.constexpr):
 def _store_query(x, p, n, out, maxima, units, PAGE: tl.constexpr, MAXIMA: tl.constexpr):
     """One query's logits [PAGE] of its page p, of n keys in all."""
     t = p * PAGE + tl.arange(0, PAGE)
-    tl.store(out + t, x, mask=t < n)
+    tl.store(out + t, x, mask=t < n, eviction_policy="evict_last")  # the top-k reads them next
     if MAXIMA:
-        store_maxima(maxima, tl.where(t < n, score_key(x), 0), p * PAGE, n, units, PAGE)
+        store_maxima(maxima, tl.where(t < n, x, float("nan")), p * PAGE, n, units, PAGE)
 
 
 @triton.jit(
@@ -68,8 +68,11 @@ def logits_kernel(
     ends = tl.cumsum(tl.cdiv(n, PAGE), 0)
     total = tl.max(ends, 0)
     share = tl.cdiv(total, tl.num_programs(0))
-    lo = tl.program_id(0) * share
-    hi = tl.minimum(lo + share, total)
+    full = tl.num_programs(0)  # programs with a whole share; small shares are better aligned than even
+    if share > 8:
+        full -= share * full - total
+    lo = tl.program_id(0) * share - tl.maximum(tl.program_id(0) - full, 0)
+    hi = tl.minimum(lo + share - (tl.program_id(0) >= full).to(tl.int32), total)
 
     values, queries = cache, q
     if COMPUTE == tl.float8e4nv:

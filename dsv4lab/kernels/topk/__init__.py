@@ -4,8 +4,8 @@
     out[row]  = page_tables[row, position // page_size] * page_size + position % page_size, ascending, then -1
 
 Exact and deterministic: bitwise the same in every run, every tensor-parallel rank and every graph replay. A row costs
-one read of its own scores and 33% more for group maxima, then a walk down the maxima by one program; rows of k or fewer
-scores are not read. Nothing touches the width past a row's end, but for what lies with its last score in 16 bytes. NaN
+one read of its own scores and 33% more for group maxima, then a walk down the maxima by one program, all in one launch;
+rows of k or fewer scores are not read. Nothing touches the width past a row's end, but for what lies with its last score in 16 bytes. NaN
 ranks below -inf and -0.0 equals 0.0. It takes the arguments of SGLang's `topk_transform_512`, with k up to 2048; it
 replaces there, and as a peer here, `torch.topk`, which reads the whole width.
 
@@ -37,7 +37,7 @@ from dsv4lab.kernels.topk.cases import (
     work,
 )
 from dsv4lab.kernels.topk.plans import MAX_K, SWEEP, TABLE, Config, choose, list_length
-from dsv4lab.kernels.topk.tiles import maxima_kernel, select_kernel
+from dsv4lab.kernels.topk.tiles import topk_kernel
 from dsv4lab.model import DSV4_FLASH
 
 __all__ = [
@@ -47,12 +47,14 @@ __all__ = [
 ]  # fmt: skip
 
 IMPLEMENTATIONS = ("torch", "triton")
+ARRIVALS = 4
+"""int32 at the end of a workspace row: the programs that have stored their maxima, and padding to 16 bytes."""
 CANDIDATES = {f"triton_{c.name}": ("triton", c) for c in SWEEP}
 
 
 def workspace_shape(rows: int, width: int, k: int) -> tuple[int, int]:
-    """Shape of the int32 workspace for scores [rows, width]: a row's maxima, then two lists of groups."""
-    return rows, maxima_ints(width) + 2 * list_length(k)
+    """Shape of the int32 workspace for scores [rows, width]: a row's maxima, a list of groups, a count of arrivals."""
+    return rows, maxima_ints(width) + list_length(k) + ARRIVALS
 
 
 def launches(
@@ -71,23 +73,19 @@ def launches(
     (rows, width), scores = call.scores.shape, call.scores
     next_n = rows // call.page_tables.shape[0]
     length, aligned = list_length(call.k), scores.stride(0) % 4 == 0 and scores.data_ptr() % 16 == 0
-    row = dict(
-        scores=scores, stride=scores.stride(0) // (4 if aligned else 1), maxima=workspace, units=-(-width // 256),
+    programs = 1 if maxima_ready else max(c.programs_per_sm * sms // rows, 1)
+    arguments = dict(
+        scores=scores, stride=scores.stride(0) // (4 if aligned else 1),
+        maxima=workspace, maxima_stride=workspace.stride(0) // 4, units=-(-width // 256),
+        arrivals=workspace.shape[1] - ARRIVALS,
         **length_arguments(call.seq_lens.view(call.page_tables.shape[0], -1), next_n),
-        limit=min(width, call.page_tables.shape[1] * call.page_size), ALIGNED=aligned,
+        limit=min(width, call.page_tables.shape[1] * call.page_size),
+        table=call.page_tables, table_stride=call.page_tables.stride(0), out=out, out_stride=out.stride(0),
+        raw=out if raw is None else raw, raw_stride=0 if raw is None else raw.stride(0), k=call.k,
+        LIST=length, BLOCK=c.block, STAGES=c.num_stages, READY=maxima_ready, PAGE=call.page_size, RAW=raw is not None, ALIGNED=aligned,
+        num_warps=c.num_warps * length // 1024,
     )  # fmt: skip
-    take_maxima = row | dict(
-        maxima_stride=workspace.stride(0), direct=4 * length, BLOCK=c.block, num_warps=c.maxima_warps
-    )
-    select = row | dict(
-        maxima_stride=workspace.stride(0) // 4, table=call.page_tables, table_stride=call.page_tables.stride(0),
-        out=out, out_stride=out.stride(0), raw=out if raw is None else raw,
-        raw_stride=0 if raw is None else raw.stride(0), k=call.k, LIST=length, PAGE=call.page_size,
-        RAW=raw is not None, num_warps=c.num_warps * length // 1024,
-    )  # fmt: skip
-    programs = max(c.programs_per_sm * sms // rows, 1)
-    steps = [] if maxima_ready else [(maxima_kernel, (rows, programs), take_maxima)]
-    return [*steps, (select_kernel, (rows,), select)]
+    return [(topk_kernel, (rows, programs), arguments)]
 
 
 def topk_transform(
@@ -109,7 +107,8 @@ def topk_transform(
     seq_lens: int32 [rows], or as `fp8_paged_mqa_logits` takes them: [B], [B, 1] or [B, next_n]. Clamped on the device
       to 0..width and to the page table. page_size: a power of two.
     out_page_indices, out_raw_indices: int32 [rows, k], k 1 to 2048, with a dense last dimension.
-    workspace: int32, at least `workspace_shape(rows, width, k)`, any contents; allocated if absent.
+    workspace: int32, at least `workspace_shape(rows, width, k)`; allocated if absent. Before its first use the last
+      `ARRIVALS` columns must be 0, and every call leaves them so; the rest may hold anything.
     maxima_ready: the workspace already holds the maxima of the scores, as `fp8_paged_mqa_logits` stores them.
 
     Raises ValueError naming the argument and what it was. No host sync.
@@ -120,7 +119,7 @@ def topk_transform(
     if workspace is None:
         if maxima_ready:
             raise ValueError("maxima_ready needs the workspace that holds them, got workspace=None")
-        workspace = torch.empty(rows, ints, dtype=torch.int32, device=scores.device)
+        workspace = torch.zeros(rows, ints, dtype=torch.int32, device=scores.device)
     checks.check_workspace(workspace, rows, ints, scores.device)
     if rows:
         arch, sms = target(scores.device)
@@ -142,7 +141,7 @@ def prepare(impl: str, inputs: Inputs) -> Callable[[], tuple[Tensor]]:
     rows = len(inputs.scores)
     out = torch.empty(rows, inputs.k, dtype=torch.int32, device=inputs.scores.device)
     shape = workspace_shape(*inputs.scores.shape, inputs.k)
-    workspace = torch.empty(shape, dtype=torch.int32, device=inputs.scores.device)
+    workspace = torch.zeros(shape, dtype=torch.int32, device=inputs.scores.device)
 
     arguments = dict(
         scores=inputs.scores, seq_lens=inputs.seq_lens, page_tables=inputs.page_tables, out_page_indices=out,
@@ -158,15 +157,17 @@ def _smallest(k: int, page: int, aligned: bool, device: torch.device | str) -> I
     return Inputs(scores, lens, table, page, k)
 
 
-def _variants(ks: tuple[int, ...], page: int, device: torch.device | str) -> Iterator[tuple[str, tuple]]:
+def _variants(ks: tuple[int, ...], page: int, device: torch.device | str) -> Iterator[tuple[str, tuple, bool]]:
     for k in ks:
         for aligned in (True, False):
             for raw in (False, True):
-                call = _smallest(k, page, aligned, device)
-                out = torch.empty(2, k, dtype=torch.int32, device=device)
-                workspace = torch.empty(workspace_shape(*call.scores.shape, k), dtype=torch.int32, device=device)
-                name = f"k {'<=' if k <= 1024 else '>'} 1024{'' if aligned else ', unaligned'}{', raw' if raw else ''}"
-                yield name, (call, out, out if raw else None, workspace)
+                for ready in (False, True):
+                    call = _smallest(k, page, aligned, device)
+                    out = torch.empty(2, k, dtype=torch.int32, device=device)
+                    workspace = torch.zeros(workspace_shape(*call.scores.shape, k), dtype=torch.int32, device=device)
+                    kinds = f"k <= {list_length(k)}", not aligned and "unaligned", raw and "raw"
+                    name = ", ".join(filter(None, (*kinds, ready and "maxima ready")))
+                    yield name, (call, out, out if raw else None, workspace), ready
 
 
 def warm_up(
@@ -174,8 +175,8 @@ def warm_up(
 ) -> None:
     """Compile and load every variant that calls with these k and this page size can need, whatever rows and lengths."""
     arch, sms = target(torch.device(device))
-    for _, variant in _variants(ks, page_size, device):
-        for each in launches(*variant, arch=arch, sms=sms):
+    for _, variant, ready in _variants(ks, page_size, device):
+        for each in launches(*variant, maxima_ready=ready, arch=arch, sms=sms):
             warm(*each)
 
 
@@ -196,5 +197,5 @@ def describe(arch: str) -> list[str]:
 
 def static_launches(arch: str) -> Iterator[tuple[str, list[tuple]]]:
     """The launches of every variant an architecture can meet, on CPU tensors, by name."""
-    for name, variant in _variants((DSV4_FLASH.index_topk, MAX_K), PAGE, "cpu"):
-        yield name, launches(*variant, arch=arch, sms=1)
+    for name, variant, ready in _variants((DSV4_FLASH.index_topk, MAX_K), PAGE, "cpu"):
+        yield name, launches(*variant, maxima_ready=ready, arch=arch, sms=1)

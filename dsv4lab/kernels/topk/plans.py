@@ -1,4 +1,4 @@
-"""How many warps select a row and how many take its maxima: chosen per architecture, never by the data."""
+"""How many warps and programs a row gets: chosen per architecture, never by the data."""
 
 from dataclasses import dataclass
 
@@ -9,16 +9,16 @@ MAX_K = 2048
 
 @dataclass(frozen=True)
 class Config:
-    """Warps that `select_kernel` has for 4096 keys; warps, scores a step and programs an SM of `maxima_kernel`."""
+    """Warps for a tile of 4096 keys; scores a step, steps in flight and programs an SM while the maxima are taken."""
 
     num_warps: int
-    maxima_warps: int
     block: int
+    num_stages: int
     programs_per_sm: int
 
     @property
     def name(self) -> str:
-        return f"w{self.num_warps}_m{self.maxima_warps}_n{self.block}_x{self.programs_per_sm}"
+        return f"w{self.num_warps}_n{self.block}_s{self.num_stages}_x{self.programs_per_sm}"
 
 
 @dataclass(frozen=True)
@@ -34,15 +34,16 @@ COMPILED = "records/static/topk.json"
 
 MEASURED = "records/topk_h200_20261129T163103Z.jsonl"
 
-_CONFIG = Config(8, 8, 2048, 4)
+_CONFIG = Config(8, 4096, 3, 1)
 TABLE = {arch: Choice(_CONFIG, COMPILED) for arch in ("sm_80", "sm_89", "sm_120")} | {
     "sm_90": Choice(_CONFIG, MEASURED)
 }
 RELATIVE = {"sm_86": "sm_80", "sm_87": "sm_80", "sm_121": "sm_120"}
 
 SWEEP = (
-    *(Config(warps, 4, 2048, 4) for warps in (4, 8, 16)),
-    *(Config(8, warps, block, programs) for warps, block, programs in ((4, 1024, 8), (8, 4096, 2), (8, 2048, 4))),
+    *(Config(8, block, stages, 1) for block, stages in ((2048, 3), (2048, 5), (4096, 2), (4096, 3), (8192, 1), (8192, 2))),
+    *(Config(8, 2048, stages, 2) for stages in (1, 3)),
+    *(Config(warps, 4096, 3, 1) for warps in (4, 16)),
 )
 
 

@@ -1,43 +1,20 @@
-"""The Triton kernels of the top-k: maxima of groups of scores, then one program a row that follows them down.
+"""The Triton kernel of the top-k: maxima of groups of scores, then one program a row that follows them down.
 
 A row of n scores is a tree of maxima: each group of 4, 16, 64 and 256 scores by its largest key. The k largest scores
 lie in the k groups with the largest maxima, ties going to the lower group (whatever beats a group's maximum beats all
 in it), so a row is narrowed level by level: at most LIST groups are kept, their 4 * LIST children are the next tile.
 The threshold that keeps them is searched by counting keys held in registers, and the search stops as soon as it keeps
-between k and LIST; only the last level needs the k-th largest exactly. What a row costs depends on its scores by the
-number of search steps alone.
+between k and LIST, which the threshold of the level before often does; only the last level needs the k-th largest
+exactly. What a row costs depends on its scores by the number of search steps alone.
+
+The programs of a row share out its maxima, and the last to finish goes on to select; which one that is changes nothing.
+A row of no more than 4 * LIST scores needs no maxima: its first program selects, the others leave.
 """
 
 import triton
 import triton.language as tl
 
-from dsv4lab.kernels.rows import query_length, score_key, store_maxima
-
-
-@triton.jit(
-    do_not_specialize=[
-        "stride", "maxima_stride", "units", "length_stride_b", "length_stride_n", "length_step", "next_n", "limit",
-        "direct",
-    ],
-    do_not_specialize_on_alignment=["scores", "maxima", "lengths"],
-)  # fmt: skip
-def maxima_kernel(
-    scores, stride, maxima, maxima_stride, units,
-    lengths, length_stride_b, length_stride_n, length_step, next_n, limit, direct,
-    BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
-):  # fmt: skip
-    """Grid (rows, programs): the maxima over 4, 16 and 64 scores of rows longer than `direct`."""
-    row = tl.program_id(0)
-    n = query_length(
-        lengths, length_stride_b, length_stride_n, length_step, row // next_n, row % next_n, next_n, limit, True
-    )
-    if n > direct:
-        x = _row_of_scores(scores, row, stride, ALIGNED)
-        levels = maxima + row.to(tl.int64) * maxima_stride
-        for first in range(tl.program_id(1) * BLOCK, n, tl.num_programs(1) * BLOCK):
-            t = first + tl.arange(0, BLOCK)
-            keys = score_key(tl.load(x + t, mask=_whole(t, n, ALIGNED), other=0.0))
-            store_maxima(levels, tl.where(t < n, keys, 0), first, n, units, BLOCK)
+from dsv4lab.kernels.rows import LOWEST, flip, query_length, score_key, store_maxima
 
 
 @triton.jit
@@ -59,77 +36,133 @@ def _whole(t, n, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def _children(values, parents, kept, count, LIST: tl.constexpr, ALIGNED: tl.constexpr):
-    """Ids and values [LIST, 4] of the children of the kept parents, of `count` on their level, and which exist.
+def _store_all_maxima(x, levels, n, units, BLOCK: tl.constexpr, STAGES: tl.constexpr, ALIGNED: tl.constexpr):
+    """This program's share of the row's maxima."""
+    for first in tl.range(tl.program_id(1) * BLOCK, n, tl.num_programs(1) * BLOCK, num_stages=STAGES):
+        t = first + tl.arange(0, BLOCK)
+        scores = tl.load(x + t, mask=_whole(t, n, ALIGNED), other=0.0)
+        store_maxima(levels, tl.where(t < n, scores, float("nan")), first, n, units, BLOCK)
 
-    parents: the list of a row, its first `kept` entries in use; with kept < 0 there is none, and every parent is in.
-    """
-    p = tl.arange(0, LIST)
+
+@triton.jit
+def _finished_last(arrivals):
+    """Whether all other programs of the row have stored their share; the count is then 0 again."""
+    tl.debug_barrier()  # every thread of this one has
+    last = tl.atomic_add(arrivals, 1, sem="acq_rel") == tl.num_programs(1) - 1
+    if last:
+        tl.store(arrivals, 0)
+    return last
+
+
+@triton.jit
+def _kept(list, kept, LIST: tl.constexpr):
+    """(ids, which exist) [LIST, 1] of the first `kept` groups of a list; with kept < 0 there is none, and all are in."""
+    p = tl.arange(0, LIST)[:, None]
     some = (kept < 0) | (p < kept)
-    parent = tl.where(kept < 0, p, tl.load(parents + p, mask=(kept >= 0) & some, other=0))
-    ids = (parent * 4)[:, None] + tl.arange(0, 4)[None, :]
-    x = tl.load(values + ids, mask=some[:, None] & _whole(ids, count, ALIGNED), other=0)
-    return ids, x, some[:, None] & (ids < count)
+    at = p ^ (kept >> 31)  # hides from the compiler that they lie side by side: it loads one a thread, as children lie
+    return tl.where(kept < 0, p, tl.load(list + at, mask=(kept >= 0) & some, other=0)), some
+
+
+@triton.jit
+def _children(parent, some, count):
+    """(ids, which exist) [LIST, 4] of the children of groups, of `count` on their level."""
+    ids = parent * 4 + tl.arange(0, 4)[None, :]
+    return ids, some & (ids < count)
+
+
+@triton.jit
+def _narrow(keys, low, high, lo, hi, reached, above, k):
+    """(lo, hi, reached, above) after trying two keys, both counts in one reduction."""
+    low = tl.minimum(tl.maximum(low, lo + 1), hi)
+    high = tl.minimum(tl.maximum(high, low), hi)
+    both = tl.sum((keys >= low).to(tl.int32) + ((keys >= high).to(tl.int32) << 16))
+    at_low = both & 0xFFFF
+    at_high = both >> 16
+    above = tl.where(at_high >= k, above, tl.where(at_low >= k, at_high, at_low))
+    hi = tl.where(at_high >= k, hi, tl.where(at_low >= k, high, low) - 1)
+    lo = tl.where(at_high >= k, high, tl.where(at_low >= k, low, lo))
+    reached = tl.where(at_high >= k, at_high, tl.where(at_low >= k, at_low, reached))
+    return lo, hi, reached, above
 
 
 @triton.jit
 def _threshold(keys, lo, hi, k, most):
-    """A key that between k and `most` keys reach, or else the k-th largest. At least k reach lo, none is above hi.
+    """(lo, sure, reached): keys from `sure` on are kept, then the first that equal lo, up to `most` in all.
 
-    Two keys are tried a step, a third and two thirds of the way, both counts in one reduction: at most 21 steps. The
-    first step tries 0.0 and what follows it: a rectified row has most of its scores there.
+    reached: how many keys reach `sure`, `most` or fewer. At least k keys reach the lo given, none is above the hi
+    given. Up to six times two keys are tried a little to either side of where the k-th largest score would lie if they
+    were spread evenly; then at thirds of the keys between, which takes 21 times at most.
     """
-    reached = tl.sum((keys >= lo).to(tl.int32))
-    one = tl.full([], 0x80000000, tl.uint32)
-    two = one + 1
+    both = tl.sum((keys >= lo).to(tl.int32) + ((keys > lo).to(tl.int32) << 16))
+    reached = both & 0xFFFF
+    tied = (both >> 16) < k
+    above = tl.where(tied, both >> 16, 0)  # keys above hi
+    hi = tl.where(tied, lo, hi)
+    goal = 0.5 * (k + most)
+    step = 0
+    while (step < 6) & (lo < hi) & (reached > most):
+        one = 1.0 / (reached - above).to(tl.float32)
+        share = (reached.to(tl.float32) - goal) * one
+        margin = tl.maximum(0.5 * one, 0.03125)
+        start = flip(lo).to(tl.float32, bitcast=True)
+        width = flip(hi).to(tl.float32, bitcast=True) - start
+        low = flip((start + width * (share - margin)).to(tl.int32, bitcast=True))
+        high = flip((start + width * (share + margin)).to(tl.int32, bitcast=True))
+        lo, hi, reached, above = _narrow(keys, low, high, lo, hi, reached, above, k)
+        step += 1
     while (lo < hi) & (reached > most):
-        low = tl.minimum(tl.maximum(one, lo + 1), hi)
-        high = tl.minimum(tl.maximum(two, lo + 1), hi)
-        both = tl.sum((keys >= low).to(tl.int32) + ((keys >= high).to(tl.int32) << 16))
-        at_low = both & 0xFFFF
-        at_high = both >> 16
-        hi = tl.where(at_high >= k, hi, tl.where(at_low >= k, high - 1, low - 1))
-        lo = tl.where(at_high >= k, high, tl.where(at_low >= k, low, lo))
-        reached = tl.where(at_high >= k, at_high, tl.where(at_low >= k, at_low, reached))
-        third = (hi - lo) // 3
-        one = lo + third
-        two = hi - third
-    return lo
+        third = ((hi - lo).to(tl.uint32, bitcast=True) // 3).to(tl.int32, bitcast=True)
+        lo, hi, reached, above = _narrow(keys, lo + third, hi - third, lo, hi, reached, above, k)
+    few = reached <= most
+    return lo, tl.where(few, lo, lo + 1), tl.where(few, reached, above)
 
 
 @triton.jit
-def _take(keys, live, threshold, most):
-    """(chosen, place, number): keys above the threshold and the first that equal it, `most` in all, in order."""
-    above = keys > threshold
-    equal = live & (keys == threshold)
-    both = above.to(tl.int32) + (equal.to(tl.int32) << 16)
-    groups = tl.sum(both, 1)
-    total = tl.sum(groups, 0)
-    quota = most - (total & 0xFFFF)
-    before = (tl.cumsum(groups, 0) - groups)[:, None] + tl.cumsum(both, 1) - both
-    ties = before >> 16
-    place = (before & 0xFFFF) + tl.minimum(ties, quota)
-    return above | (equal & (ties < quota)), place, (total & 0xFFFF) + tl.minimum(total >> 16, quota)
+def _before(chosen):
+    """How many of [LIST, 4] lie before each, in order."""
+    one = chosen.to(tl.int32)
+    groups = tl.sum(one, 1)
+    return (tl.cumsum(groups, 0) - groups)[:, None] + tl.cumsum(one, 1) - one
+
+
+@triton.jit
+def _take(keys, ids, live, lo, sure, reached, most):
+    """(chosen, place): what `_threshold` keeps, in order. `LOWEST` may be a NaN or no score at all."""
+    cut = 0
+    if sure > lo:
+        tied = live & (keys == lo)
+        cut = tl.max(tl.where(tied & (_before(tied) < most - reached), ids + 1, 0))
+    chosen = (keys >= sure) | ((keys == lo) & (ids < cut))
+    return chosen, _before(chosen)
+
+
+@triton.jit
+def _keep(list, keys, ids, live, lo, hi, k, LIST: tl.constexpr):
+    """Writes the list of groups kept, between k and LIST of them; (how many, what their keys reach)."""
+    lo, sure, reached = _threshold(keys, lo, hi, k, LIST)
+    chosen, place = _take(keys, ids, live, lo, sure, reached, LIST)
+    tl.store(list + place, ids, mask=chosen)
+    tl.debug_barrier()  # the next level reads what other threads have written
+    return tl.where(sure > lo, LIST, reached), lo
 
 
 @triton.jit
 def _coarsest(maxima, n, units, LIST: tl.constexpr):
-    """Maxima over 256 scores from those over 64: only rows of more than 256 * LIST scores need them."""
+    """Maxima over 256 scores from those over 64."""
     p = tl.arange(0, LIST)
     for first in range(0, tl.cdiv(n, 256), LIST):
         at = ((first + p) * 4)[:, None] + tl.arange(0, 4)[None, :]
-        m64 = tl.load(maxima + units * 80 + at, mask=at * 64 < n, other=0).to(tl.uint32, bitcast=True)
-        m256 = tl.max(m64, 1).to(tl.int32, bitcast=True)
+        m256 = tl.max(tl.load(maxima + units * 80 + at, mask=at * 64 < n, other=LOWEST), 1)
         tl.store(maxima + units * 84 + first + p, m256, mask=(first + p) * 256 < n)
     tl.debug_barrier()
 
 
 @triton.jit
-def _pages_of(pages, ids, live, PAGE: tl.constexpr):
-    """The page [LIST, 4] of each id; four in a row share theirs unless pages are smaller."""
+def _pages_of(pages, parent, some, ids, live, PAGE: tl.constexpr):
+    """The page [LIST, 4] of each id; the children of one parent share theirs unless pages are smaller."""
     if PAGE % 4 == 0:
-        page = tl.load(pages + tl.min(ids, 1) // PAGE, mask=tl.max(live.to(tl.int32), 1) > 0, other=0)
-        return tl.broadcast_to(page[:, None], ids.shape)
+        page = tl.load(pages + parent * 4 // PAGE, mask=some, other=0)
+        return tl.broadcast_to(page, ids.shape)
     else:
         return tl.load(pages + ids // PAGE, mask=live, other=0)
 
@@ -144,63 +177,85 @@ def _write_all(out, raw, n, k, pages, K: tl.constexpr, PAGE: tl.constexpr, RAW: 
         tl.store(raw + i, tl.where(i < n, i, -1), mask=i < k)
 
 
+@triton.jit
+def _select_k(
+    x, parent, some, n, lo, hi, k, pages, out, raw, PAGE: tl.constexpr, RAW: tl.constexpr, ALIGNED: tl.constexpr
+):
+    """Writes the k largest of the scores in groups of 4. lo, hi: as for `_threshold`, or with lo > hi unknown."""
+    ids, live = _children(parent, some, n)
+    scores = tl.load(x + ids, mask=some & _whole(ids, n, ALIGNED), other=0.0)
+    page = _pages_of(pages, parent, some & (parent * 4 < n), ids, live, PAGE)  # asked for now, needed after the search
+    keys = tl.where(live, score_key(scores), LOWEST)
+    if lo > hi:
+        lo = tl.min(tl.where(live, keys, 0x7FFFFFFF))
+        hi = tl.max(keys)
+    lo, sure, reached = _threshold(keys, lo, hi, k, k)
+    chosen, place = _take(keys, ids, live, lo, sure, reached, k)
+    tl.store(out + place, page * PAGE + ids % PAGE, mask=chosen)
+    if RAW:
+        tl.store(raw + place, ids, mask=chosen)
+
+
 @triton.jit(
     do_not_specialize=[
         "stride", "maxima_stride", "units", "length_stride_b", "length_stride_n", "length_step", "next_n", "limit",
-        "table_stride", "out_stride", "raw_stride", "k",
+        "arrivals", "table_stride", "out_stride", "raw_stride", "k",
     ],
     do_not_specialize_on_alignment=["scores", "maxima", "lengths", "table", "out", "raw"],
 )  # fmt: skip
-def select_kernel(
-    scores, stride, maxima, maxima_stride, units,
+def topk_kernel(
+    scores, stride, maxima, maxima_stride, units, arrivals,
     lengths, length_stride_b, length_stride_n, length_step, next_n, limit, table, table_stride,
     out, out_stride, raw, raw_stride, k,
-    LIST: tl.constexpr, PAGE: tl.constexpr, RAW: tl.constexpr, ALIGNED: tl.constexpr,
+    LIST: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, READY: tl.constexpr,
+    PAGE: tl.constexpr, RAW: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows): the positions of the k largest scores of a row, in ascending order, through its page table.
+    """Grid (rows, programs): the positions of a row's k largest scores, in ascending order, through its page table.
 
-    The row of `maxima` is followed by two lists of LIST int32, for the groups kept on one level and on the next.
+    The row of `maxima` is followed by a list of LIST int32 for the groups kept; at `arrivals` it counts the programs
+    that are done. READY: the maxima are there, and one program a row is enough.
     """
     TILE: tl.constexpr = 4 * LIST
     row = tl.program_id(0)
     b = row // next_n
     n = query_length(lengths, length_stride_b, length_stride_n, length_step, b, row % next_n, next_n, limit, True)
+    x = _row_of_scores(scores, row, stride, ALIGNED)
     pages = table + b.to(tl.int64) * table_stride
     out += row.to(tl.int64) * out_stride
     raw += row.to(tl.int64) * raw_stride
-    if n <= k:
-        _write_all(out, raw, n, k, pages, LIST, PAGE, RAW)
+    if n <= TILE // 2:
+        if tl.program_id(1) == 0:
+            if n <= k:
+                _write_all(out, raw, n, k, pages, LIST, PAGE, RAW)
+            else:
+                group, some = _kept(table, -1, LIST // 2)
+                _select_k(x, group, some, n, 1, 0, k, pages, out, raw, PAGE, RAW, ALIGNED)
         return
 
     levels = tl.multiple_of(maxima + row.to(tl.int64) * (maxima_stride * 4), 16)
-    lists = levels + units * 88
-    level = (n > TILE).to(tl.int32) + (n > 4 * TILE).to(tl.int32) + (n > 16 * TILE).to(tl.int32)
-    if n > 64 * TILE:
+    list = levels + units * 88
+    if n <= TILE:
+        if tl.program_id(1) > 0:
+            return
+    elif not READY:
+        _store_all_maxima(x, levels, n, units, BLOCK, STAGES, ALIGNED)
+        if not _finished_last(levels + arrivals):
+            return
+    elif n > 64 * TILE:
         _coarsest(levels, n, units, LIST)
-        level += 1
     kept = -1
-    lo = tl.full([], 0, tl.uint32)
-    while level > 0:
-        count = (n + (1 << (2 * level)) - 1) >> (2 * level)
+    lo, hi = 1, 0
+    level = (n > TILE).to(tl.int32) + (n > 4 * TILE).to(tl.int32) + (n > 16 * TILE).to(tl.int32)
+    level += (n > 64 * TILE).to(tl.int32)
+    while level > 0:  # of groups of 4 ** level scores
+        parent, some = _kept(list, kept, LIST)
+        ids, live = _children(parent, some, (n + (1 << (2 * level)) - 1) >> (2 * level))
         offset = (256 - (1024 >> (2 * level))) // 3 * units  # 0, 64, 80, 84
-        ids, x, live = _children(
-            tl.multiple_of(levels + offset, 16), lists + (level & 1) * LIST, kept, count, LIST, True
-        )
-        keys = tl.where(live, x.to(tl.uint32, bitcast=True), 0)
+        keys = tl.load(tl.multiple_of(levels + offset, 16) + ids, mask=live, other=LOWEST)
         if kept < 0:
-            lo = tl.min(tl.where(live, keys, 0xFFFFFFFF))
-        lo = _threshold(keys, lo, tl.max(keys), k, LIST)
-        chosen, place, kept = _take(keys, live, lo, LIST)
+            lo = tl.min(tl.where(live, keys, 0x7FFFFFFF))
+            hi = tl.max(keys)
+        kept, lo = _keep(list, keys, ids, live, lo, hi, k, LIST)
         level -= 1
-        tl.store(lists + (level & 1) * LIST + place, ids, mask=chosen)
-        tl.debug_barrier()  # the next level reads what other threads have written
-    ids, x, live = _children(_row_of_scores(scores, row, stride, ALIGNED), lists, kept, n, LIST, ALIGNED)
-    page = _pages_of(pages, ids, live, PAGE)  # asked for now, needed after the search
-    keys = tl.where(live, score_key(x), 0)
-    if kept < 0:
-        lo = tl.min(tl.where(live, keys, 0xFFFFFFFF))
-    lo = _threshold(keys, lo, tl.max(keys), k, k)
-    chosen, place, kept = _take(keys, live, lo, k)
-    tl.store(out + place, page * PAGE + ids % PAGE, mask=chosen)
-    if RAW:
-        tl.store(raw + place, ids, mask=chosen)
+    group, some = _kept(list, kept, LIST)
+    _select_k(x, group, some, n, lo, hi, k, pages, out, raw, PAGE, RAW, ALIGNED)

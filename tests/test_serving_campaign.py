@@ -1,0 +1,204 @@
+import gzip
+import json
+import socket
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dsv4lab import cli, records, trace
+from dsv4lab.records import Environment, Git
+from dsv4lab.serving import arguments, bench, campaign, guard, launch, load, machine, presets, profile
+from dsv4lab.serving.campaign import Plan
+from dsv4lab.serving.launch import Server
+from dsv4lab.serving.load import Shape
+from dsv4lab.serving.machine import Gpu
+
+FAKE = Path(__file__).with_name("fake_sglang.py")
+ENVIRONMENT = Environment(
+    gpu="NVIDIA H200", gpu_count=1, capability=(9, 0), driver="1", cuda="13", python="3.12", torch="2", triton="3"
+)
+
+
+@pytest.fixture(autouse=True)
+def one_h200(monkeypatch, tmp_path):
+    """An H200 whose server is a fake."""
+    monkeypatch.setattr(Server, "command", (sys.executable, str(FAKE)))
+    monkeypatch.setattr(arguments, "check", lambda flags: 1)
+    monkeypatch.setattr(machine, "gpus", lambda: [Gpu("NVIDIA H200", "sm_90", 141 * 2**30, 140 * 2**30)])
+    monkeypatch.setattr(launch, "_POLL_S", 0.02)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(bench, "_provenance", lambda: (ENVIRONMENT, Git(commit=None, dirty=None), ["dsv4lab"]))
+    monkeypatch.setattr(bench, "clocks_now", lambda: None)
+    monkeypatch.setattr(campaign, "LEGS", {name: replace(leg, concurrency=(1, 2)) for name, leg in LEGS.items()})
+    monkeypatch.setattr(campaign, "TRACED_BATCH", 2)
+    monkeypatch.delenv(guard.API_KEY, raising=False)
+
+
+LEGS = campaign.LEGS
+
+
+@pytest.fixture
+def plan(tmp_path) -> Plan:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return Plan(out=tmp_path / "out", shape=Shape(8, 4), waves=3, warm_up=2, port=port)
+
+
+def walk(plan: Plan, *stages: str) -> tuple[bool, list[str]]:
+    said: list[str] = []
+    return campaign.run(plan, stages, said.append), said
+
+
+def lines(plan: Plan, name: str) -> list[dict]:
+    return [json.loads(line) for line in (plan.out / f"{name}.jsonl").read_text().splitlines()]
+
+
+def raw(plan: Plan, run: str) -> dict:
+    (path,) = (plan.out / "runs" / run / "traces").iterdir()
+    return json.loads(gzip.decompress(path.read_bytes()))
+
+
+def test_a_stage_leaves_records_and_a_trace(plan):
+    good, said = walk(plan, "indexer")
+    assert good, said
+    assert said[-1].startswith("recorded: ")
+    start, *measured = lines(plan, "indexer")
+    assert (start["case"], start["result"], start["check"]["passed"]) == ("start", {"graph_gb": 0.35}, True)
+    assert start["server"]["hooks"] == "attention=split_k,indexer=triton,topk=triton,mhc=split_k,sm120_path=forced"
+    for line, concurrency in zip(measured, (1, 2), strict=True):
+        assert (line["experiment"], line["impl"], line["case"]) == ("serving", "indexer", f"c{concurrency}_in8_out4")
+        assert line["config"] == {"stage": "indexer", "C": concurrency, "context_length": 1_048_576, "layers": 6}
+        assert line["check"] == {"ok": 3 * concurrency, "failed": 0, "passed": True, "errors": []}
+        assert len(line["samples_us"]) == 3 and line["result"]["output_tok_s"] > 0
+    frame = records.to_frame(records.read("serving", plan.out / "records"))
+    assert list(frame["C"].dropna()) == [1, 2]
+    reduced = trace.read(plan.out / "traces" / "indexer_graph.trace.jsonl.gz")
+    assert list(reduced.events["dur"]) == [2500]
+    assert (reduced.meta["stage"], reduced.meta["batch"], reduced.meta["graphs"]) == ("indexer", 2, True)
+    asked = raw(plan, "indexer")["asked"]
+    assert (asked["num_steps"], asked["with_stack"], asked["record_shapes"]) == (4, False, False)
+
+
+def test_the_eager_profile_is_of_a_second_server_without_graphs(plan):
+    _, said = walk(replace(plan, eager=True), "indexer", "native")
+    assert not any("no eager" in text or "stays as it is" in text for text in said), said
+    traces = sorted(path.name for path in (plan.out / "traces").iterdir())
+    assert traces == [f"{name}.trace.jsonl.gz" for name in ("indexer_eager", "indexer_graph", "native_graph")]
+    asked = raw(plan, "indexer_eager")["asked"]
+    assert asked["with_stack"] and asked["record_shapes"]
+    started = json.loads((plan.out / "runs" / "indexer_eager" / "started.json").read_text())
+    assert "--disable-cuda-graph" in started["argv"]
+
+
+def test_what_is_done_is_not_done_again(plan):
+    walk(plan, "native")
+    before = (plan.out / "native.jsonl").read_bytes()
+    good, said = walk(plan, "native", "native_auto")
+    assert good and "native: done before" in said[0]
+    assert (plan.out / "native.jsonl").read_bytes() == before
+    newest = max((plan.out / "records").iterdir())
+    assert {json.loads(line)["impl"] for line in newest.read_text().splitlines()} == {"native", "native_auto"}
+
+
+def test_what_ends_a_stage_is_recorded_and_the_next_one_goes_on(plan, monkeypatch):
+    monkeypatch.setenv("FAKE", "crash-compiling")
+    good, said = walk(plan, "compile", "native")
+    assert good  # that compiling ends it is an answer
+    (line,) = lines(plan, "compile")
+    assert (line["case"], line["check"]["passed"]) == ("start", False)
+    assert "torch.OutOfMemoryError: CUDA out of memory" in line["check"]["errors"][0]
+    assert "--enable-torch-compile is on" in line["check"]["errors"][0]
+    assert len(lines(plan, "native")) == 3
+    assert any("compile: failed: the server ended with status 1" in text for text in said)
+
+
+def test_a_stage_that_should_have_started_is_tried_again(plan, monkeypatch):
+    monkeypatch.setenv("FAKE", "crash")
+    good, _ = walk(plan, "native")
+    assert not good and not campaign.done(plan, "native")
+    assert lines(plan, "native.failed")[0]["check"]["failed"] == 1
+    monkeypatch.setenv("FAKE", "")
+    assert walk(plan, "native")[0]
+    assert not (plan.out / "native.failed.jsonl").exists()
+
+
+def test_failed_requests_are_recorded_and_make_the_stage_bad(plan, monkeypatch):
+    monkeypatch.setenv("FAKE", "refuses-load")
+    good, said = walk(plan, "native")
+    assert not good and campaign.done(plan, "native")
+    assert [line["check"]["passed"] for line in lines(plan, "native")] == [True, False, False]
+    assert any("no graph profile: a request failed before all requests decoded: HTTP 500" in text for text in said)
+
+
+def test_without_a_trace_the_numbers_stay(plan, monkeypatch):
+    monkeypatch.setenv("FAKE", "no-trace")
+    monkeypatch.setattr(profile, "_OUTPUT", 20)
+    good, said = walk(plan, "native")
+    assert good and any("no graph profile: the requests ended while the trace was awaited" in text for text in said)
+
+
+def test_the_budget_ends_a_campaign_between_stages_and_within_them(plan, monkeypatch):
+    good, said = walk(replace(plan, budget_s=1.0), "native")
+    assert not good and "not begun, the time is over" in said[0]
+    monkeypatch.setattr(campaign, "_LEAST_S", 0.5)
+    cut = replace(plan, shape=Shape(8, 400), waves=1, budget_s=3.6)  # 400 tokens take 2 s and more
+    good, said = walk(cut, "native")
+    assert not good and any("native: cut off, the time is over" in text for text in said)
+    before = lines(plan, "native.partial")
+    assert [line["case"] for line in before] == ["start", "c1_in8_out400"]
+    assert walk(plan, "native")[0] and not (plan.out / "native.partial.jsonl").exists()
+    after = lines(plan, "native")
+    assert [line["config"]["C"] for line in after] == [1, None, 2] and after[0] == before[1]
+
+
+def test_an_eager_profile_can_come_later(plan):
+    walk(plan, "indexer")
+    before = (plan.out / "indexer.jsonl").read_bytes()
+    assert walk(replace(plan, eager=True), "indexer")[0]
+    assert (plan.out / "traces" / "indexer_eager.trace.jsonl.gz").is_file()
+    assert (plan.out / "indexer.jsonl").read_bytes() == before
+
+
+def test_a_trace_is_taken_only_whole(tmp_path):
+    path, data = tmp_path / "x.trace.json.gz", gzip.compress(b"1" * 10_000_000)
+    assert not profile.is_whole(path)
+    for cut, whole in ((0, True), (5, False), (len(data) // 2, False)):
+        path.write_bytes(data[: len(data) - cut])
+        assert profile.is_whole(path) is whole
+
+
+def test_every_stage_is_a_preset_and_in_its_order(plan):
+    assert set(LEGS) == set(presets.STAGES)
+    assert campaign.choose([]) == list(LEGS)
+    assert campaign.choose(["stock", "indexer"]) == ["indexer", "stock"]
+    with pytest.raises(ValueError, match=r"stages must be of indexer, .*, got 'stok'"):
+        campaign.choose(["stok"])
+    assert plan.config("stock_ctx8192").context_length == 8192
+    assert plan.config("stock").context_length == 1_048_576
+
+
+def test_the_command_line_shows_what_it_would_start(tmp_path, capsys, monkeypatch):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["campaign", "--dry-run", "--stages", "native,bf16", "--layers", "4", "--out", str(tmp_path / "c")])
+    assert caught.value.code == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("native: env ") and second.startswith("bf16: env ")
+    assert "DSV4LAB=attention=split_k,indexer=torch_bf16,mhc=bf16,sm120_path=forced" in second
+    assert '{"num_hidden_layers": 4}' in second and "--context-length 1048576" in second
+    assert not (tmp_path / "c").exists()
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["campaign", "--stages", "nativ"])
+    assert caught.value.code == 2 and "got 'nativ'" in capsys.readouterr().err
+
+
+def test_a_wave_that_takes_too_long_has_failed(plan):
+    config = launch.Config(preset="native", port=plan.port, run=plan.out / "run")
+    with Server(config) as server:
+        import asyncio
+
+        outcomes = asyncio.run(load.wave(server.url, Shape(8, 1000), 2, 0, timeout_s=0.2))
+    assert all("TimeoutError" in outcome.error for outcome in outcomes)
