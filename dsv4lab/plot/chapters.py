@@ -29,8 +29,8 @@ def read_run(experiment: str, file: str, directory: Path | str | None = None) ->
 
 
 def provenance(*runs: Sequence[Record]) -> pd.DataFrame:
-    """Where runs come from: a column each, under the name of its experiment."""
-    return pd.DataFrame({run[0].experiment: _origin(run) for run in runs})
+    """Where runs come from: a column each, under the name of its experiment, which two of them may share."""
+    return pd.concat([pd.Series(_origin(run), name=run[0].experiment) for run in runs], axis=1)
 
 
 def _origin(run: Sequence[Record]) -> dict[str, str]:
@@ -46,7 +46,7 @@ def _origin(run: Sequence[Record]) -> dict[str, str]:
         "driver, CUDA": f"{env.driver}, {env.cuda}",
         "python, torch, triton": f"{env.python}, {env.torch}, {env.triton}",
         "commit": f"{commit} with local changes" if last.git.commit and last.git.dirty else commit,
-        "kernel source (sha256)": next(r.kernel_sha256 for r in run if r.kernel_sha256)[:12],
+        "kernel source (sha256)": next((r.kernel_sha256[:12] for r in run if r.kernel_sha256), "none of ours"),
         "rivals": ", ".join(sorted({r.config["package"] for r in run if "package" in r.config})) or "none",
         "SM clock (MHz)": f"{min(clocks):.0f} to {max(clocks):.0f}" if clocks else "unknown",
         "largest error / its tolerance": number(max(strained)) if strained else "nothing of this kind",
