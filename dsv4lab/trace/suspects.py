@@ -214,10 +214,10 @@ def per_head_grid(case: Case) -> Iterator[Suspect]:
     grids = numbers(case.events["grid"])
     kernels = case.events.assign(_blocks=grids.prod(axis=1))[case.kernel & (case.dur >= LONG_NS)]
     for _, group in kernels.groupby(["name", "grid"], observed=True):
+        if group["dur"].sum() < WORTH * case.total:
+            continue
         rows = np.zeros(len(case.events), bool)
         rows[group.index] = True
-        if not case.worth(rows):
-            continue
         heads = _heads(case, group.index[len(group) // 2], int(group["_blocks"].iloc[0]))
         if heads is None or group["dur"].mean() < TIMES_OWN * 4 * heads.elements / case.bytes_per_ns:
             continue
