@@ -24,6 +24,7 @@ from dsv4lab.records import Clocks, Record
 from dsv4lab.roofline import Work
 
 EXPERIMENT = "trace_speed"
+OURS = "dsv4lab"
 KERNELS_A_STEP = 400
 BACKENDS = ("JSON", "IJSON_BATCH_AND_COMPRESS")
 """Of its readers, the default and the one for large files."""
@@ -116,7 +117,7 @@ def _programs(trace: Path, rival: Path, folder: Path) -> dict[str, tuple[list[st
     report = folder / "report.json"
     ours = [sys.executable, "-m", "dsv4lab.cli", "profile", str(trace), "--json", str(report)]
     theirs = [str(rival), "-c", _RIVAL, str(trace)]
-    programs = {"dsv4lab": (ours, lambda _: json.loads(report.read_text())["devices"][0]["kernel_ns"] / 1000)}
+    programs = {OURS: (ours, lambda _: json.loads(report.read_text())["devices"][0]["kernel_ns"] / 1000)}
     for backend in BACKENDS:
         programs[f"hta_{backend.lower()}"] = ([*theirs, backend], lambda output: float(output.split()[-1]))
     return programs
@@ -128,10 +129,10 @@ def _record(program: str, runs: list[Run], config: dict[str, Any], true_us: floa
         experiment=EXPERIMENT,
         case=f"{config['kernels']}_kernels",
         impl=program,
-        config=config | ({} if program == "dsv4lab" else {"package": f"HolisticTraceAnalysis=={version}"}),
+        config=config | ({} if program == OURS else {"package": f"HolisticTraceAnalysis=={version}"}),
         method={"tool": "GNU time", "processes": "one a sample, the programs in turns"},
         samples_us=[1e6 * run.wall_s for run in runs],
-        check={"error": error, "baseline_error": 0.0, "tolerance": 0.0 if program == "dsv4lab" else 0.1},
+        check={"error": error, "baseline_error": 0.0, "tolerance": 0.0 if program == OURS else 0.1},
         work=Work(0.0, float(config["file_bytes"])),
         seed=0,
         argv=provenance.command_line(),
@@ -147,7 +148,7 @@ def _record(program: str, runs: list[Run], config: dict[str, Any], true_us: floa
 def main(
     rival: Annotated[Path, tyro.conf.arg(metavar="PYTHON")],
     kernels: int = 1_000_000,
-    runs: int = 3,
+    runs: int = 1,
     out: Path | None = None,
 ) -> None:
     """Measure both programs on one file and record it.
@@ -155,7 +156,7 @@ def main(
     Args:
         rival: The Python of an environment with HolisticTraceAnalysis and ijson.
         kernels: How many the trace has.
-        runs: How often each program runs.
+        runs: How often each of its readers runs; ours runs before each of them.
         out: Folder for the record file. records/ of the checkout if not given.
     """
     ask = "from importlib.metadata import version; print(version('HolisticTraceAnalysis'))"
@@ -167,11 +168,12 @@ def main(
         config = {"kernels": kernels, "file_bytes": trace.stat().st_size}
         programs = _programs(trace, rival, folder)
         found: dict[str, list[Run]] = {program: [] for program in programs}
-        for _ in range(runs):
-            for program, (command, answer) in programs.items():
-                run, output = timed(command, folder)
-                found[program].append(replace(run, found_us=answer(output)))
-                print(program, found[program][-1], flush=True)
+        rivals = [program for program in programs if program != OURS]
+        for program in [each for name in rivals * runs for each in (OURS, name)]:
+            command, answer = programs[program]
+            run, output = timed(command, folder)
+            found[program].append(replace(run, found_us=answer(output)))
+            print(program, found[program][-1], flush=True)
     lines = [_record(*each, config, true_us, version) for each in found.items()]
     print(f"recorded: {records.write(lines, EXPERIMENT, out)}")
 

@@ -9,7 +9,7 @@ import pytest
 from traces import Eager, event, kernel, write
 
 from dsv4lab import hardware
-from dsv4lab.trace import recording, suspects, summary
+from dsv4lab.trace import recording, summary, suspects
 
 COPY = ("aten::to > aten::copy_", 40, [[4096, 64], [4096, 64]], ["float", "c10::BFloat16"])
 

@@ -11,11 +11,10 @@ import pandas as pd
 from dsv4lab.trace import steps, summary
 from dsv4lab.trace.compare import comparable, compared
 from dsv4lab.trace.frames import Trace
-from dsv4lab.trace.suspects import NEED_SHAPES, Suspect, table, with_shapes
+from dsv4lab.trace.suspects import JUDGED, NEED_SHAPES, Suspect, table, with_shapes
 
 _NOISE = re.compile(r"^void |\(anonymous namespace\)::|at::native::|c10::|std::")
 _WORDS = ("family", "name", "op", "shapes", "dtypes", "cause", "verdict")
-HALF = 0.5
 ROWS = 25
 """Rows of a table that are shown; JSON has them all."""
 
@@ -157,7 +156,7 @@ def _suspects(trace: Trace, found: list[Suspect]) -> Section:
         lines += [f"     {line}" for line in suspect.evidence]
         lines += [f"     from {suspect.where}"] if suspect.where else []
         lines.append(f"     {suspect.advice}")
-    if (judged := with_shapes(trace)) < HALF:
+    if (judged := with_shapes(trace)) < JUDGED:
         rules = ", ".join(rule.__name__ for rule in NEED_SHAPES)
         lines.append(f"only {percent(judged)} of the time has ops with shapes, by which {rules} are found:")
         lines.append("     an eager trace of the step has them, and --capture joins them to this one")

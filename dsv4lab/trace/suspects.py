@@ -31,6 +31,7 @@ WIDEST_HEAD = 256  # no attention with heads of their own has wider ones: beyond
 LOOK_BACK = 200  # launches
 NEIGHBOURS = 4  # launches
 EXAMPLES = 4
+JUDGED = 0.5  # of the time must have shapes for the rules that read them to have seen a trace
 GEMMS = ("mm", "bmm", "addmm", "baddbmm", "matmul", "linear", "einsum")
 COPIES = ("copy", "_to_copy", "clone", "contiguous")
 _TENSOR_CORES = re.compile(r"tensorop|tf32|s1688|wgmma|_mma", re.IGNORECASE)
