@@ -171,10 +171,14 @@ def main(
         rivals = [program for program in programs if program != OURS]
         for program in [each for name in rivals * runs for each in (OURS, name)]:
             command, answer = programs[program]
-            run, output = timed(command, folder)
+            try:
+                run, output = timed(command, folder)
+            except RuntimeError as error:
+                print(f"{program}: {error}", file=sys.stderr)
+                continue
             found[program].append(replace(run, found_us=answer(output)))
             print(program, found[program][-1], flush=True)
-    lines = [_record(*each, config, true_us, version) for each in found.items()]
+    lines = [_record(program, runs, config, true_us, version) for program, runs in found.items() if runs]
     print(f"recorded: {records.write(lines, EXPERIMENT, out)}")
 
 
