@@ -241,6 +241,7 @@ def test_neighbours_that_overlap_on_a_stream_are_left_as_they_are(lost):
         (b'{"a": 1}', "holds no traceEvents array"),
         (b'{"traceEvents": []}', "no GPU kernels in t.json"),
         (around(json.dumps(op("aten::add", 1, 2))).encode(), "no GPU kernels in t.json"),
+        (around(json.dumps(event("gpu_memcpy", "Memcpy", 1, 2))).encode(), "no GPU kernels in t.json"),
         (gzip.compress(b"")[:12], "holds no traceEvents array"),
     ],
 )
@@ -257,6 +258,10 @@ def test_a_folder_is_one_trace_of_several_ranks(tmp_path):
     devices = summary.by_device(trace.read(tmp_path))
     assert devices[["rank", "kernel_ns"]].to_numpy().tolist() == [[0, 5000], [1, 5000]]
     assert summary.by(trace.read(tmp_path), "stream")["rank"].tolist() == [0, 1]
+    table = summary.by(trace.read(tmp_path), "kernel", per_device=True)
+    assert table[["rank", "device", "sum_ns", "share", "busy_share"]].to_numpy().tolist() == [
+        [0, 0, 5000, 1, 1], [1, 0, 5000, 1, 1],
+    ]  # fmt: skip
 
 
 def test_ranks_that_files_do_not_name_are_their_order(tmp_path):

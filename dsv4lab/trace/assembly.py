@@ -135,7 +135,8 @@ class _Spans:
     def _find_parents(self) -> np.ndarray:
         parents, around = [], []
         last = None
-        for i, (tid, ts, end) in enumerate(zip(self.frame["tid"], self.frame["ts"], self._ends, strict=True)):
+        columns = (self.frame["tid"].tolist(), self.frame["ts"].tolist(), self._ends.tolist())
+        for i, (tid, ts, end) in enumerate(zip(*columns, strict=True)):
             if tid != last:
                 around, last = [], tid
             while around and around[-1][0] <= ts and around[-1][0] < end:

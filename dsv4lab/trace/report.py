@@ -44,6 +44,10 @@ def one(trace: Trace, found: list[Suspect], by: summary.By, titles: dict[str, st
     yield Section("devices (µs)", table=_devices(summary.by_device(trace)))
     yield from _steps(steps.table(trace))
     yield Section(f"by {by} (µs)", table=_groups(summary.by(trace, by), titles))
+    if len(trace.events.groupby(["rank", "device"])) > 1:
+        yield Section(
+            "by family, on each GPU (µs)", table=_groups(summary.by(trace, "family", per_device=True), titles)
+        )
     yield _unmatched(summary.unmatched(trace))
     yield Section("idle, by cause (µs)", table=_idle(summary.idle(trace)))
     yield _suspects(trace, found)
