@@ -294,11 +294,14 @@ def _meta(head: bytes, tail: bytes | None, lost: Counter[str]) -> dict[str, Any]
 
 
 def _chosen(found: dict[str, Any]) -> dict[str, Any]:
-    """The entries of a header that a report may need; others name users, hosts and jobs."""
-    devices, ranks = found.get("deviceProperties") or [], found.get("distributedInfo") or {}
-    meta: dict[str, Any] = {"format": "kineto", "base_ns": int(found.get("baseTimeNanoseconds") or 0)}
-    if devices and isinstance(devices[0], dict):
-        meta |= {"gpu": devices[0].get("name"), "sms": devices[0].get("numSms")}
-    if isinstance(ranks, dict) and "rank" in ranks:
-        meta |= {"rank": ranks["rank"], "world_size": ranks.get("world_size")}
+    """The entries of a header that a report may need, as far as they are sound; others name users, hosts and jobs."""
+    meta: dict[str, Any] = {"format": "kineto", "base_ns": max(0, _integer(found.get("baseTimeNanoseconds")))}
+    match found:
+        case {"deviceProperties": [{"name": str(gpu), "numSms": int(sms)}, *_]}:
+            meta |= {"gpu": gpu, "sms": sms}
+        case {"deviceProperties": [{"name": str(gpu)}, *_]}:
+            meta |= {"gpu": gpu}
+    match found:
+        case {"distributedInfo": {"rank": int(rank)}} if 0 <= rank < 2**31:
+            meta |= {"rank": rank}
     return meta
