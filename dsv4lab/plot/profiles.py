@@ -117,7 +117,7 @@ def suspected(traces: Mapping[str, Trace]) -> pd.DataFrame:
     columns = {}
     for name, trace in traces.items():
         found = {suspect.rule: f"{100 * suspect.share:.1f}%" for suspect in suspects.find(trace)}
-        blind = "no shapes" if suspects.with_shapes(trace) < suspects.JUDGED else "–"
+        blind = "no shapes" if suspects.unseen(trace) > suspects.BLIND else "–"
         columns[name] = {
             rule.__name__: found.get(rule.__name__, blind if rule in suspects.NEED_SHAPES else "–")
             for rule in suspects.RULES

@@ -11,7 +11,7 @@ import pandas as pd
 from dsv4lab.trace import steps, summary
 from dsv4lab.trace.compare import comparable, compared
 from dsv4lab.trace.frames import Trace
-from dsv4lab.trace.suspects import JUDGED, NEED_SHAPES, Suspect, table, with_shapes
+from dsv4lab.trace.suspects import BLIND, NEED_SHAPES, Suspect, table, unseen
 
 _NOISE = re.compile(r"^void |\(anonymous namespace\)::|at::native::|c10::|std::")
 _WORDS = ("family", "name", "op", "shapes", "dtypes", "cause", "verdict")
@@ -160,9 +160,9 @@ def _suspects(trace: Trace, found: list[Suspect]) -> Section:
         lines += [f"     {line}" for line in suspect.evidence]
         lines += [f"     from {suspect.where}"] if suspect.where else []
         lines.append(f"     {suspect.advice}")
-    if (judged := with_shapes(trace)) < JUDGED:
+    if (hidden := unseen(trace)) > BLIND:
         rules = ", ".join(rule.__name__ for rule in NEED_SHAPES)
-        lines.append(f"only {percent(judged)} of the time has ops with shapes, by which {rules} are found:")
+        lines.append(f"{percent(hidden)} of the time has no shapes of ops, by which {rules} are found:")
         lines.append("     an eager trace of the step has them, and --capture joins them to this one")
     return Section("suspects" if found else "no suspects", tuple(lines))
 
