@@ -108,6 +108,20 @@ def test_old_spellings(tmp_path):
     assert events.iloc[1]["bytes"] == 64
 
 
+@pytest.mark.parametrize(
+    "head",
+    [
+        {"deviceProperties": {}, "distributedInfo": [], "baseTimeNanoseconds": "soon"},
+        {"deviceProperties": [], "distributedInfo": {"rank": "first"}, "baseTimeNanoseconds": None},
+        {"deviceProperties": [{"name": 7, "numSms": "many"}], "distributedInfo": {"rank": -1}},
+    ],
+)
+def test_an_odd_header_costs_no_event(tmp_path, head):
+    taken = trace.read(write(tmp_path / "t.json", [kernel("k", 1, 2)], **head))
+    assert taken.meta == {"format": "kineto", "base_ns": 0}
+    assert taken.events["rank"].tolist() == [0]
+
+
 def test_a_bare_array_of_events_is_a_trace_too(tmp_path):
     path = tmp_path / "t.json"
     path.write_text(json.dumps([kernel("k", 1, 2)]))
@@ -210,11 +224,17 @@ def test_kernels_of_impossible_times_are_dropped_and_counted(lost, fault, ts, du
     assert lost(around(GOOD, bad)) == ({fault: 1}, ["good"], [2000])
 
 
+def test_cpu_events_of_unreadable_times_are_dropped_and_counted(lost):
+    bad = [op("aten::add", None, 3), event("cuda_runtime", "cudaLaunchKernel", 1, None), op("aten::mul", "x", 1)]
+    found, names, _ = lost(around(GOOD, *map(json.dumps, bad)))
+    assert (found, names) == ({"CPU events without a readable time": 3}, ["good"])
+
+
 def test_a_short_kernel_of_a_coarse_clock_is_kept(lost):
     assert lost(around(GOOD, json.dumps(kernel("short", 5, 0)))) == ({}, ["good", "short"], [2000, 0])
 
 
-CUT = "GPU events whose duration was cut: they ran past others of their stream or past the trace"
+CUT = "GPU events cut short that ran past others of their stream or past the trace"
 
 
 def test_durations_that_overrun_their_stream_are_cut(lost):
@@ -241,6 +261,7 @@ def test_neighbours_that_overlap_on_a_stream_are_left_as_they_are(lost):
         (b'{"a": 1}', "holds no traceEvents array"),
         (b'{"traceEvents": []}', "no GPU kernels in t.json"),
         (around(json.dumps(op("aten::add", 1, 2))).encode(), "no GPU kernels in t.json"),
+        (around(json.dumps(event("gpu_memcpy", "Memcpy", 1, 2))).encode(), "no GPU kernels in t.json"),
         (gzip.compress(b"")[:12], "holds no traceEvents array"),
     ],
 )
@@ -257,6 +278,10 @@ def test_a_folder_is_one_trace_of_several_ranks(tmp_path):
     devices = summary.by_device(trace.read(tmp_path))
     assert devices[["rank", "kernel_ns"]].to_numpy().tolist() == [[0, 5000], [1, 5000]]
     assert summary.by(trace.read(tmp_path), "stream")["rank"].tolist() == [0, 1]
+    table = summary.by(trace.read(tmp_path), "kernel", per_device=True)
+    assert table[["rank", "device", "sum_ns", "share", "busy_share"]].to_numpy().tolist() == [
+        [0, 0, 5000, 1, 1], [1, 0, 5000, 1, 1],
+    ]  # fmt: skip
 
 
 def test_ranks_that_files_do_not_name_are_their_order(tmp_path):

@@ -5,7 +5,6 @@ import pytest
 from traces import SGLANG, Eager, kernel, write
 
 from dsv4lab import cli
-from dsv4lab.plot import profiles
 
 EVIL = '<script>alert("x")</script>&'
 
@@ -94,18 +93,3 @@ def test_what_is_wrong_is_one_line(capsys, tmp_path, monkeypatch, args, status, 
     code, _, err = run(capsys, *args)
     assert (code, err.count("\n")) == (status, 1)
     assert says in err and err.startswith("dsv4lab: ")
-
-
-def test_the_stacked_bars_have_every_share_and_leave_no_figure_open(tmp_path):
-    import matplotlib.pyplot as plt
-    import pandas as pd
-
-    bars = pd.DataFrame(
-        {"before": {"gemm": 60.0, "glue_copy": 39.5, "nccl": 0.5}, "after": {"gemm": 60.0, "mine": 5.0}}
-    )
-    figure = profiles.stacked(bars.fillna(0), {"gemm": "GEMM"}, "ms")
-    (axes,) = figure.axes
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["GEMM", "glue_copy", "mine", "smaller ones"]
-    assert sorted(text.get_text() for text in axes.texts) == ["40%", "60%", "8%", "92%"]
-    assert sum(patch.get_width() for patch in axes.patches) == pytest.approx(165)
-    assert plt.get_fignums() == []

@@ -46,26 +46,27 @@ def assembled(frames: dict[str, pd.DataFrame], meta: dict[str, Any], lost: Count
         meta: what the file says of itself.
         lost: counts, added to.
     """
+    frames = {kind: _sound(frame, kind in _GPU, lost) for kind, frame in frames.items()}
     frames = {kind: frame for kind, frame in frames.items() if len(frame)}
     latest = max((int((f["ts"] + f["dur"]).max()) for kind, f in frames.items() if kind not in _GPU), default=None)
-    gpu = [_gpu(kind, _sound(frames[each], lost), meta) for each, kind in _GPU.items() if each in frames]
+    gpu = [_gpu(kind, frames[each], meta) for each, kind in _GPU.items() if each in frames]
     events = concat(gpu) if gpu else events_frame({}, 0)
     events = events.iloc[np.argsort(events["ts"].to_numpy(), kind="stable")].reset_index(drop=True)
     events = _cut(events, latest, lost)
     calls = frames.get("launch")
-    calls = None if calls is None else calls[matching(calls["name"], _LAUNCH) & (calls["ts"] != UNREADABLE)]
+    calls = None if calls is None else calls[matching(calls["name"], _LAUNCH)]
     launches = None if calls is None or calls.empty else _launches(calls, frames.get("op"), frames.get("python"))
     return Trace(_launched(events, launches), _marks(frames, meta), meta, +lost, launches)
 
 
-def _sound(frame: pd.DataFrame, lost: Counter[str]) -> pd.DataFrame:
+def _sound(frame: pd.DataFrame, on_gpu: bool, lost: Counter[str]) -> pd.DataFrame:
     """Without the events whose times say nothing."""
     ts, dur = frame["ts"].to_numpy(), frame["dur"].to_numpy()
-    faults = {
-        "GPU events without a readable time": (ts == UNREADABLE) | (dur == UNREADABLE),
-        "GPU events of negative duration": (dur < 0) & (dur != UNREADABLE),
-        "GPU events with start and duration 0": (ts == 0) & (dur == 0),
-    }
+    unreadable = (ts == UNREADABLE) | (dur == UNREADABLE)
+    faults = {f"{'GPU' if on_gpu else 'CPU'} events without a readable time": unreadable}
+    if on_gpu:
+        faults["GPU events of negative duration"] = (dur < 0) & ~unreadable
+        faults["GPU events with start and duration 0"] = (ts == 0) & (dur == 0)
     for fault, rows in faults.items():
         lost[fault] += int(rows.sum())
     bad = np.logical_or.reduce(list(faults.values()))
@@ -100,9 +101,7 @@ def _cut(events: pd.DataFrame, latest: int | None, lost: Counter[str]) -> pd.Dat
         beyond = ts + dur > end + _MINUTE
         dur = dur.mask(beyond, end - ts)
         overlong |= beyond
-    lost["GPU events whose duration was cut: they ran past others of their stream or past the trace"] += int(
-        overlong.sum()
-    )
+    lost["GPU events cut short that ran past others of their stream or past the trace"] += int(overlong.sum())
     return events.assign(dur=dur) if overlong.any() else events
 
 
@@ -126,7 +125,6 @@ class _Spans:
     """Spans of time that nest within each thread, sorted so that each comes after those around it."""
 
     def __init__(self, frame: pd.DataFrame) -> None:
-        frame = frame[frame["ts"] != UNREADABLE]
         order = np.lexsort((-frame["dur"], frame["ts"], frame["tid"]))
         self.frame = frame.iloc[order].reset_index(drop=True)
         self._ends = (self.frame["ts"] + self.frame["dur"]).to_numpy()
@@ -135,7 +133,8 @@ class _Spans:
     def _find_parents(self) -> np.ndarray:
         parents, around = [], []
         last = None
-        for i, (tid, ts, end) in enumerate(zip(self.frame["tid"], self.frame["ts"], self._ends, strict=True)):
+        columns = (self.frame["tid"].tolist(), self.frame["ts"].tolist(), self._ends.tolist())
+        for i, (tid, ts, end) in enumerate(zip(*columns, strict=True)):
             if tid != last:
                 around, last = [], tid
             while around and around[-1][0] <= ts and around[-1][0] < end:
@@ -217,7 +216,6 @@ def _marks(frames: dict[str, pd.DataFrame], meta: dict[str, Any]) -> pd.DataFram
         found["sync"] = frames["launch"][matching(frames["launch"]["name"], _SYNC)]
     marks = []
     for kind, frame in found.items():
-        frame = frame[(frame["ts"] != UNREADABLE) & (frame["dur"] != UNREADABLE)]
         columns = {name: frame[name].array for name in ("ts", "dur", "tid", "name")}
         columns |= {"kind": constant(kind, len(frame)), "rank": np.full(len(frame), int(meta.get("rank") or 0))}
         marks.append(marks_frame(columns, len(frame)))

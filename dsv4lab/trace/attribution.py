@@ -32,11 +32,11 @@ def joined(trace: Trace, other: Trace) -> Trace:
     replayed = matching(trace.events["launch"], GRAPH_LAUNCH) & (trace.events["kind"] == "kernel").to_numpy()
     if not replayed.any():
         raise ValueError("trace has no kernels of a graph replay to join")
-    ops = other.events["op"]
-    eager = _one_step(other.events[(other.events["kind"] == "kernel") & ops.notna() & (ops != "")])
+    eager = _one_step(other.events[(other.events["kind"] == "kernel") & other.events["op"].notna()])
+    has_ops = (eager["op"] != "").any()
     found: dict[int, Any] = {}
     for _, rows in trace.events[replayed].groupby(["rank", "correlation"], sort=False):
-        found |= _by_order(rows, other.launches) if eager.empty else _by_identity(rows, eager)
+        found |= _by_identity(rows, eager) if has_ops else _by_order(rows, other.launches)
     if not found:
         raise ValueError("capture has neither kernels nor a series of launches that match a replayed graph")
     columns = {name: trace.events[name].astype(object).tolist() for name in OF_LAUNCH}

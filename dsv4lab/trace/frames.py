@@ -68,7 +68,7 @@ class Codes(defaultdict):
             _ = self[value]
 
     def encode(self, values: Iterable[Hashable]) -> np.ndarray:
-        return np.array([self[value] for value in values], dtype=np.int32)
+        return np.fromiter(map(self.__getitem__, values), dtype=np.int32)
 
     def column(self, codes: np.ndarray) -> pd.Categorical:
         return pd.Categorical.from_codes(codes, categories=pd.Index(list(self), dtype=object))

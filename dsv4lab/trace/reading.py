@@ -17,11 +17,11 @@ def read(source: Path | str, rules: Path | None = None, capture: Path | None = N
         rules: a file of family rules that go before the package's own.
         capture: a trace of the same step run eagerly, or of its capture: gives graph replays their ops and shapes.
 
-    FileNotFoundError if there is no such file; TraceError if it is none of these or holds no GPU event.
+    FileNotFoundError if there is no such file; TraceError if it is none of these or holds no GPU kernel.
     """
     known = families.load(rules)
     trace = steps.cut(_merged(Path(source)))
-    if trace.events.empty:
+    if not (trace.events["kind"] == "kernel").any():
         raise TraceError(f"no GPU kernels in {Path(source).name}: was the profiler told to record CUDA activities?")
     if capture is not None:
         trace = attribution.joined(trace, steps.cut(_merged(Path(capture))))

@@ -11,11 +11,10 @@ import pandas as pd
 from dsv4lab.trace import steps, summary
 from dsv4lab.trace.compare import comparable, compared
 from dsv4lab.trace.frames import Trace
-from dsv4lab.trace.suspects import NEED_SHAPES, Suspect, table, with_shapes
+from dsv4lab.trace.suspects import BLIND, NEED_SHAPES, Suspect, table, unseen
 
 _NOISE = re.compile(r"^void |\(anonymous namespace\)::|at::native::|c10::|std::")
 _WORDS = ("family", "name", "op", "shapes", "dtypes", "cause", "verdict")
-HALF = 0.5
 ROWS = 25
 """Rows of a table that are shown; JSON has them all."""
 
@@ -45,6 +44,10 @@ def one(trace: Trace, found: list[Suspect], by: summary.By, titles: dict[str, st
     yield Section("devices (µs)", table=_devices(summary.by_device(trace)))
     yield from _steps(steps.table(trace))
     yield Section(f"by {by} (µs)", table=_groups(summary.by(trace, by), titles))
+    if len(trace.events.groupby(["rank", "device"])) > 1:
+        yield Section(
+            "by family, on each GPU (µs)", table=_groups(summary.by(trace, "family", per_device=True), titles)
+        )
     yield _unmatched(summary.unmatched(trace))
     yield Section("idle, by cause (µs)", table=_idle(summary.idle(trace)))
     yield _suspects(trace, found)
@@ -157,9 +160,9 @@ def _suspects(trace: Trace, found: list[Suspect]) -> Section:
         lines += [f"     {line}" for line in suspect.evidence]
         lines += [f"     from {suspect.where}"] if suspect.where else []
         lines.append(f"     {suspect.advice}")
-    if (judged := with_shapes(trace)) < HALF:
+    if (hidden := unseen(trace)) > BLIND:
         rules = ", ".join(rule.__name__ for rule in NEED_SHAPES)
-        lines.append(f"only {percent(judged)} of the time has ops with shapes, by which {rules} are found:")
+        lines.append(f"{percent(hidden)} of the time has no shapes of ops, by which {rules} are found:")
         lines.append("     an eager trace of the step has them, and --capture joins them to this one")
     return Section("suspects" if found else "no suspects", tuple(lines))
 

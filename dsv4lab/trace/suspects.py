@@ -31,6 +31,7 @@ WIDEST_HEAD = 256  # no attention with heads of their own has wider ones: beyond
 LOOK_BACK = 200  # launches
 NEIGHBOURS = 4  # launches
 EXAMPLES = 4
+BLIND = 0.5  # of the time unseen, a rule has not looked at the trace
 GEMMS = ("mm", "bmm", "addmm", "baddbmm", "matmul", "linear", "einsum")
 COPIES = ("copy", "_to_copy", "clone", "contiguous")
 _TENSOR_CORES = re.compile(r"tensorop|tf32|s1688|wgmma|_mma", re.IGNORECASE)
@@ -112,9 +113,14 @@ def find(trace: Trace, max_context: int | None = None, live: int | None = None) 
     return sorted(found, key=lambda suspect: -suspect.ns)
 
 
-def with_shapes(trace: Trace) -> float:
-    """The part of the GPU time that the rules of `NEED_SHAPES` can judge: launched by ops of known shapes."""
-    return float(trace.events.loc[trace.events["shapes"] != "", "dur"].sum() / max(1, trace.events["dur"].sum()))
+def unseen(trace: Trace) -> float:
+    """The part of the GPU time that the rules of `NEED_SHAPES` cannot look at.
+
+    That is what graph replays launched, as far as it was not joined with ops; all of it if the trace has no shapes.
+    """
+    if (trace.events["shapes"] == "").all():
+        return 1.0
+    return float(trace.events.loc[trace.events["op"].isna(), "dur"].sum() / max(1, trace.events["dur"].sum()))
 
 
 def max_context(case: Case) -> Iterator[Suspect]:
@@ -214,10 +220,10 @@ def per_head_grid(case: Case) -> Iterator[Suspect]:
     grids = numbers(case.events["grid"])
     kernels = case.events.assign(_blocks=grids.prod(axis=1))[case.kernel & (case.dur >= LONG_NS)]
     for _, group in kernels.groupby(["name", "grid"], observed=True):
+        if group["dur"].sum() < WORTH * case.total:
+            continue
         rows = np.zeros(len(case.events), bool)
         rows[group.index] = True
-        if not case.worth(rows):
-            continue
         heads = _heads(case, group.index[len(group) // 2], int(group["_blocks"].iloc[0]))
         if heads is None or group["dur"].mean() < TIMES_OWN * 4 * heads.elements / case.bytes_per_ns:
             continue
