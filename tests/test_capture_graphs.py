@@ -161,6 +161,21 @@ def test_c5_a_call_that_compiles_only_when_captured_is_refused_with_bucket_and_s
         warmed(fn)
 
 
+def test_a_warm_up_that_fails_leaves_the_graphs_there_were():
+    broken = []
+
+    def fn(values, factors):
+        if broken and len(values) == 2:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return scaled(values, factors)
+
+    graph = warmed(fn, freeze=False)
+    broken.append(True)
+    with pytest.raises(capture.CaptureFailed, match=r"bucket 2, .*not permitted when stream is capturing"):
+        graph.warm_up(*inputs(1))
+    assert torch.equal(graph(*inputs(4))[0], scaled(*inputs(4))[0])
+
+
 def test_triton_is_frozen_too(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(

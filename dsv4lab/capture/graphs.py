@@ -79,17 +79,17 @@ class BucketedGraph:
         """Compiles and captures every bucket, the largest first, with rows of `examples` [B, ...] over and over.
 
         Then, until `thaw`, whatever would compile anywhere in the process raises ColdKernel with its shapes; with
-        several graphs let only the last one `freeze`. Raises CaptureFailed naming the bucket.
+        several graphs let only the last one `freeze`. Raises CaptureFailed naming the bucket, and leaves what was
+        captured before in place.
         """
         rows = {example.shape[0] for example in examples if example.dim()}
         if len(rows) != 1 or not min(rows) or not all(example.dim() for example in examples):
             raise ValueError(f"examples must be tensors [B, ...] of one B of at least 1, got {_shapes(examples)}")
         self.thaw()
         self._backend = self._backend or CudaGraphs(examples[0].device)
-        self._graphs.clear()
-        self._buffers = [_rows(example, self.buckets[-1]) for example in examples]
-        for bucket in reversed(self.buckets):
-            self._graphs[bucket] = self._capture(bucket)
+        buffers = [_rows(example, self.buckets[-1]) for example in examples]
+        graphs = {bucket: self._capture([buffer[:bucket] for buffer in buffers]) for bucket in reversed(self.buckets)}
+        self._buffers, self._graphs = buffers, graphs
         if freeze:
             self._freeze.enter_context(compiles.frozen())
 
@@ -107,8 +107,8 @@ class BucketedGraph:
         replay()
         return tree_map(lambda output: output[:batch], outputs)
 
-    def _capture(self, bucket: int) -> tuple[Any, Callable[[], None]]:
-        inputs = [buffer[:bucket] for buffer in self._buffers]
+    def _capture(self, inputs: Sequence[Tensor]) -> tuple[Any, Callable[[], None]]:
+        bucket = len(inputs[0])
         try:
             outputs, replay = self._backend.capture(lambda: self._fn(*inputs))
         except Exception as error:
