@@ -56,7 +56,7 @@ def snapshot(wheel: Path) -> dict:
         }
     version = re.match(r"sglang-([^-]+)-", wheel.name)[1]
     release = releases.find(version)
-    hooks = release.attention, release.indexer, release.topk, release.mhc
+    hooks = [h for h in (release.attention, release.indexer, release.topk, release.mhc, release.weights) if h]
     targets = [target for hook in hooks for target in hook.targets] + [release.layer_forward]
     variables = {variable for hook in hooks for variable in hook.environment}
     return {
