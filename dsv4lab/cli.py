@@ -1,6 +1,7 @@
-"""The command line: `dsv4lab run | measure | profile | serve | bench | campaign | doctor`, thin skins over the package.
+"""The command line: `dsv4lab run | measure | profile | serve | bench | campaign | parity | doctor`.
 
-What the user got wrong is one line on stderr and exit status 2; what went wrong in the lab is exit status 1.
+Thin skins over the package. What the user got wrong is one line on stderr and exit status 2; what went wrong in the
+lab is exit status 1.
 """
 
 import sys
@@ -354,6 +355,46 @@ def campaign(
             print(*module.describe(plan, chosen), sep="\n")
             return 0
         return 0 if module.run(plan, chosen, say=lambda text: print(text, flush=True)) else 1
+    except (ValueError, OSError) as error:
+        raise UsageError(str(error)) from error
+
+
+@app.command
+def parity(
+    *,
+    layers: int = 6,
+    context_length: int = 1_048_576,
+    budget_s: float = 900,
+    start_s: float = 600,
+    port: int = 30000,
+    out: Folder = Path("campaign"),
+    dry_run: bool = False,
+) -> int:
+    """Ask whether our kernels answer as SGLang's own: logprobs of 256 prompts on two servers with the same weights.
+
+    Example: dsv4lab parity --budget-s 600 --out campaign
+
+    Args:
+        layers: Layers of the synthetic model, which has random weights here.
+        context_length: Longest request in tokens.
+        budget_s: Seconds for all; what is not answered by then is left for another time.
+        start_s: Seconds until a server must be ready.
+        port: Port of the servers.
+        out: Folder of answers, records and logs; what it has is not asked again.
+        dry_run: Only say with what environment and command line each server would start, and what it is asked.
+    """
+    from dsv4lab.serving import campaign as module
+    from dsv4lab.serving import parity as comparison
+
+    try:
+        plan = module.Plan(
+            out=out.resolve(), layers=layers, context_length=context_length, budget_s=budget_s, start_s=start_s,
+            port=port,
+        )  # fmt: skip
+        if dry_run:
+            print(*comparison.describe(plan), sep="\n")
+            return 0
+        return 0 if comparison.run(plan, say=lambda text: print(text, flush=True)) else 1
     except (ValueError, OSError) as error:
         raise UsageError(str(error)) from error
 

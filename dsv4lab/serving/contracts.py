@@ -50,7 +50,7 @@ def snapshot(wheel: Path) -> dict:
     """
     version, sources = read_wheel(wheel)
     release = releases.find(version)
-    hooks = release.attention, release.indexer, release.topk, release.mhc
+    hooks = [h for h in (release.attention, release.indexer, release.topk, release.mhc, release.weights) if h]
     targets = [target for hook in hooks for target in hook.targets] + [release.layer_forward]
     variables = {variable for hook in hooks for variable in hook.environment}
     return {
