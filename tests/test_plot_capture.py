@@ -83,7 +83,9 @@ def test_the_picture_has_a_square_for_each_cell_of_the_matrix(frame):
 
 def test_kernels_of_inductor_are_told_by_name(tmp_path):
     names = ["triton_poi_fused_add_1"] * 4 + ["triton_red_fused_mean_0"] * 2 + ["_w8a8_block", "triton_kernel_by_hand"]
-    events = [{"cat": "kernel", "name": name, "dur": 2.0} for name in names] + [{"cat": "cpu_op", "name": names[0]}]
+    where = {"ph": "X", "pid": 0, "tid": 7, "dur": 2.0, "args": {"device": 0, "stream": 7}}
+    events = [{"cat": "kernel", "name": name, "ts": 3.0 * i} | where for i, name in enumerate(names)]
+    events += [{"cat": "cpu_op", "name": names[0], "ts": 0.0} | where]
     path = tmp_path / "trace.json.gz"
     path.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
     table = capture.inductor_kernels(path, steps=2)

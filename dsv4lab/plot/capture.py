@@ -1,7 +1,5 @@
 """The capture matrix as a picture and as a list of causes, from the frame of one run of experiment `capture`."""
 
-import gzip
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +12,7 @@ from matplotlib.patches import Rectangle
 
 from dsv4lab.plot.palette import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION, look
 from dsv4lab.plot.style import styled
+from dsv4lab.trace import read
 
 CAPTURED, WRONG, UNKNOWN = "captured, replays right", "captured, replays wrong", "another error"
 CAUSES = {
@@ -131,13 +130,10 @@ def _column_names(axes: Axes, columns: list) -> None:
 
 
 def inductor_kernels(trace: Path, steps: int) -> pd.DataFrame:
-    """The kernels in a PyTorch trace that Inductor generated: by name, how many a step, and microseconds each."""
-    with gzip.open(trace, "rt", encoding="utf-8") as file:
-        events = json.load(file)["traceEvents"]
-    kernels = pd.DataFrame(
-        [(event["name"], event["dur"]) for event in events if event.get("cat") == "kernel"], columns=["kernel", "us"]
-    )
-    generated = kernels[kernels["kernel"].str.match(r"triton_(poi|red|per|tem|for)_")].groupby("kernel")["us"]
+    """The kernels in a trace that Inductor generated: by name, how many a step, and microseconds each."""
+    events = read(trace).events
+    kernels = events.loc[events["kind"] == "kernel", ["name", "dur"]].astype({"name": str})
+    generated = kernels[kernels["name"].str.match(r"triton_(poi|red|per|tem|for)_")].groupby("name")["dur"]
     return pd.DataFrame(
-        {"in the trace": generated.size(), "a step": generated.size() / steps, "µs each": generated.mean()}
-    )
+        {"in the trace": generated.size(), "a step": generated.size() / steps, "µs each": 1e-3 * generated.mean()}
+    ).rename_axis("kernel")
