@@ -56,14 +56,15 @@ def rows(config, M):
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
 @pytest.mark.parametrize(("M", "hidden"), [(1, 256), (17, 256), (2, 768)])
 def test_every_config_and_odd_shapes(config, M, hidden):
-    call = one(rows(config, M), hidden)
-    assert_right(run(call, config=config), mhc.reference(call))
+    call, iters = one(rows(config, M), hidden), 2 if M == 17 else 20  # each row interprets its own
+    found = run(call, config=config, sinkhorn_iters=iters)
+    assert_right(found, mhc.composed(call, torch.float64, iters=iters))
 
 
 def test_the_table_takes_any_number_of_rows():
     for M in (1, 5, 17):
         call = one(M)
-        assert_right(mhc.hc_pre(**vars(call)), mhc.reference(call))
+        assert_right(mhc.hc_pre(**vars(call), sinkhorn_iters=2), mhc.composed(call, torch.float64, iters=2))
 
 
 def test_comb_is_doubly_stochastic_and_the_gates_are_in_range():
