@@ -233,8 +233,10 @@ def describe(arch: str) -> list[str]:
 
 def static_launches(arch: str) -> Iterator[tuple[str, list[tuple]]]:
     """The launches of every table entry of an architecture, on CPU tensors, by the name of the entry."""
-    for name in ("mhc_pre", "wkv_gate_c4"):  # few columns and many: between them they meet every entry
+    bf16, fp32 = torch.bfloat16, torch.float32
+    # few columns in both dtypes and many: between them they meet every entry
+    for name, weights in (("mhc_pre", bf16), ("mhc_pre", fp32), ("wkv_gate_c4", bf16)):
         layer = LAYERS[name]
-        for entry, steps in _variants(layer.N, layer.K, torch.bfloat16, "cpu", arch):
+        for entry, steps in _variants(layer.N, layer.K, weights, "cpu", arch):
             if name == "mhc_pre" or "N any" in entry:
-                yield f"{name}, {entry}", steps
+                yield f"{name}{' in fp32' if weights == fp32 else ''}, {entry}", steps
