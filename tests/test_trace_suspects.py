@@ -78,7 +78,7 @@ def test_work_on_every_possible_position_is_found_by_its_pages(find):
     found = find(stock())["max_context"]
     assert found.ns == 1000 * (700 + 1400 + 4000 + 1000 + 500 + 20)
     assert "262,208 positions" in found.finding
-    assert "aten::bmm [32, 262208, 128] fp32 x [32, 128, 64] fp32: 1 kernels, 4,000 µs" in found.evidence
+    assert "aten::bmm [32, 262208, 128] fp32 x [32, 128, 64] fp32: 1 kernel, 4,000 µs" in found.evidence
 
 
 def test_work_on_every_possible_position_is_found_by_what_the_user_knows(find):
@@ -158,7 +158,7 @@ def test_copies_that_change_only_layout_or_dtype(find):
     step.run(CAST, 2, [[B, 4096], [B, 4096], []], [FP32, BF16, "Scalar"]).run("aten::mm", 20)
     found = find(step)["needless_copies"]
     moved = 2 * 2 * 4 * 16 * (512 + 64) + (4 + 2) * B * 4096
-    assert found.finding == f"3 copies move {moved / 1e6:,.1f} MB, 1 of them to change the dtype"
+    assert found.finding == f"3 copies of {moved / 1e6:,.1f} MB read and written, 1 of them to change the dtype"
     assert any("aten::copy_ [4, 16, 512] bf16" in line for line in found.evidence)
     assert "needless_copies" not in find(step.run("aten::mm", 10_000))  # not worth a word
 
@@ -172,7 +172,7 @@ def test_copies_to_the_host_are_not_needless(find):
 def test_grids_smaller_than_the_gpu(find):
     found = find(Eager().run("aten::mm", 50, grid=[2, 32, 1]))["idle_sms"]
     assert "fewer blocks than the 132 SMs" in found.finding
-    assert found.evidence[0].startswith("grid [2,32,1]: 1 launches, 50 µs")
+    assert found.evidence[0].startswith("grid [2,32,1]: 1 launch, 50 µs")
     assert "idle_sms" not in find(Eager().run("aten::mm", 50, grid=[132, 1, 1]))
     assert "idle_sms" not in find(Eager().run("aten::mm", 2, grid=[2, 1, 1]))  # too short to matter
 

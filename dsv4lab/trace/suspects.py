@@ -96,7 +96,7 @@ class Case:
         costs = pd.Series(self.dur[rows]).groupby(self.call[rows]).agg(["sum", "size"])
         costs = costs.sort_values("sum", ascending=False).head(EXAMPLES)
         return {
-            int(number): f"{self.calls[number]}: {cost['size']:,} kernels, {cost['sum'] / 1000:,.0f} µs"
+            int(number): f"{self.calls[number]}: {many(cost['size'], 'kernel')}, {cost['sum'] / 1000:,.0f} µs"
             for number, cost in costs.iterrows()
         }
 
@@ -104,6 +104,12 @@ class Case:
         costs = pd.Series(self.dur[rows]).groupby(self.events["stack"].astype(object).to_numpy()[rows]).sum()
         costs = costs[costs.index != ""]
         return costs.idxmax().partition(" < ")[0] if len(costs) else ""
+
+
+def many(count: int, what: str) -> str:
+    """ "1 kernel", "2 kernels", "3 copies"."""
+    plural = f"{what[:-1]}ies" if what.endswith("y") else f"{what}es" if what.endswith("h") else f"{what}s"
+    return f"{count:,} {what if count == 1 else plural}"
 
 
 def find(trace: Trace, max_context: int | None = None, live: int | None = None) -> list[Suspect]:
@@ -134,7 +140,7 @@ def max_context(case: Case) -> Iterator[Suspect]:
             yield case.suspect(
                 "max_context",
                 rows,
-                f"{int(rows.sum()):,} kernels work on {length:,} positions of every request{factor}",
+                f"{many(rows.sum(), 'kernel')} over {length:,} positions of every request{factor}",
                 "Let the cost follow each request's own length, read on the device; a cap on the context hides it.",
             )
 
@@ -190,7 +196,7 @@ def forced_fp32(case: Case) -> Iterator[Suspect]:
         yield case.suspect(
             "forced_fp32",
             rows,
-            f"{int(rows.sum()):,} kernels multiply in FP32 without tensor cores what was narrower before a cast",
+            f"{many(rows.sum(), 'kernel')} in FP32 and without tensor cores, on what was narrower before a cast",
             "Multiply in bf16 with FP32 accumulation; where a selection depends on it, check that it stays the same.",
             evidence,
         )
@@ -234,7 +240,7 @@ def per_head_grid(case: Case) -> Iterator[Suspect]:
             f"a block for each of {batch} rows x {count} heads: the KV that the heads share is read {count} times",
             "Give a block many heads and gather each KV tile once for all of them, with tensor cores; split long rows.",
             [
-                f"grid {group['grid'].iloc[0]} is rows x heads of {heads}, {len(group):,} launches",
+                f"grid {group['grid'].iloc[0]} is rows x heads of {heads}, {many(len(group), 'launch')}",
                 f"{group['dur'].mean() / 1000:,.1f} µs a launch; reading and writing {heads} in bf16 once takes "
                 f"{4 * heads.elements / case.bytes_per_ns / 1000:,.1f} µs",
             ],
@@ -273,7 +279,7 @@ def needless_copies(case: Case) -> Iterator[Suspect]:
     yield case.suspect(
         "needless_copies",
         rows,
-        f"{int(rows.sum()):,} copies move {moved / 1e6:,.1f} MB, {int(casts.sum()):,} of them to change the dtype",
+        f"{many(rows.sum(), 'copy')} of {moved / 1e6:,.1f} MB read and written, {int(casts.sum()):,} of them to change the dtype",
         "Let the next kernel take the strides or the dtype as they are, or write them so in the kernel before.",
     )
 
@@ -295,13 +301,13 @@ def idle_sms(case: Case) -> Iterator[Suspect]:
         return
     groups = case.events[rows].groupby(["name", "grid"], observed=True)["dur"].agg(["sum", "size"])
     lines = [
-        f"grid {grid}: {cost['size']:,} launches, {cost['sum'] / 1000:,.0f} µs, {name[:60]}"
+        f"grid {grid}: {many(cost['size'], 'launch')}, {cost['sum'] / 1000:,.0f} µs, {name[:60]}"
         for (name, grid), cost in groups.sort_values("sum", ascending=False).head(EXAMPLES).iterrows()
     ]
     yield case.suspect(
         "idle_sms",
         rows,
-        f"{int(rows.sum()):,} kernels of 10 µs and more have fewer blocks than the {case.sms} SMs",
+        f"{many(rows.sum(), 'kernel')} of 10 µs and more with fewer blocks than the {case.sms} SMs",
         "Split the work further (over K, over positions), take smaller tiles, or run it beside something else.",
         lines,
     )
@@ -317,7 +323,7 @@ def tiny_launches(case: Case) -> Iterator[Suspect]:
     yield case.suspect(
         "tiny_launches",
         rows,
-        f"{int(rows.sum()):,} kernels of under 10 µs were launched one by one",
+        f"{many(rows.sum(), 'kernel')} of under 10 µs launched one by one",
         "Replay the step from a CUDA graph, or fuse what follows each other.",
         [f"{case.dur[rows].mean() / 1000:.1f} µs at the mean; the GPU idled {late / 1000:,.0f} µs for a late launch"],
     )
@@ -335,7 +341,7 @@ def exposed_communication(case: Case) -> Iterator[Suspect]:
         rows,
         f"collectives run {exposed / 1000:,.0f} µs with nothing beside them, {exposed / busy:.0%} of the busy time",
         "Overlap them with compute, fuse them with the kernel before or after, or try other protocols and algorithms.",
-        [f"{int(rows.sum()):,} kernels, {timeline.busy(events[rows]) / 1000:,.0f} µs in all"],
+        [f"{many(rows.sum(), 'kernel')}, {timeline.busy(events[rows]) / 1000:,.0f} µs in all"],
     )
     yield Suspect(**vars(found) | {"ns": exposed, "share": exposed / case.total})
 
