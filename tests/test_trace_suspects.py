@@ -144,6 +144,14 @@ def test_a_block_for_each_row_and_head(find, dur, grid, shapes, guilty):
     assert ("per_head_grid" in find(attention(dur, grid, shapes))) is guilty
 
 
+@pytest.mark.parametrize("op", ["", "sglang::unified_attention"])
+def test_a_block_for_each_row_and_head_is_seen_by_what_is_launched_around_it(find, op):
+    for width, guilty in ((512, True), (128, False)):  # heads of 128 may have keys of their own
+        step = Eager().run("aten::zero_", 2, [[B, 64, width]], [BF16])
+        step.run(op, 3700, [[B, 32768]] if op else [], [BF16], name="attend", grid=[B, 64, 1])
+        assert ("per_head_grid" in find(step)) is guilty
+
+
 def test_copies_that_change_only_layout_or_dtype(find):
     step = Eager()
     for width in (512, 64):

@@ -171,22 +171,24 @@ def per_head_grid(case: Case) -> Iterator[Suspect]:
 def _heads(case: Case, row: int, blocks: int) -> Operand | None:
     """The tensor of [rows, heads, wide] that a grid has a block for each row and head of, if its heads share their KV.
 
-    Taken from the launching op, or, where none was recorded, from the ops launched just before and after.
+    Taken from the launching op, where its other operands show whose KV it is; else from the ops launched just before
+    and after, where only a width that no heads of their own have shows it.
     """
-    own = case.calls[case.call[row]]
-    near = (
-        [own] if own.operands else [case.calls[n] for n in case.call[max(0, row - NEIGHBOURS) : row + NEIGHBOURS + 1]]
-    )
-    for operand in (operand for call in near for operand in call.operands):
-        dims = operand.dims
-        if len(dims) < 3 or prod(dims[:-1]) != blocks or dims[-2] < 4 or dims[-1] < 64:
-            continue
-        others = [
-            each for each in own.operands if len(each.dims) >= 3 and each.dims[-1] >= 64 and each.dims[:-1] != dims[:-1]
+    own = case.calls[case.call[row]].operands
+    if query := next((operand for operand in own if _has_a_block_a_head(operand, blocks)), None):
+        keys = [
+            each for each in own if len(each.dims) >= 3 and each.dims[-1] >= 64 and each.dims[:-1] != query.dims[:-1]
         ]
-        if any(2 * each.dims[-2] <= dims[-2] for each in others) or (not others and dims[-1] > WIDEST_HEAD):
-            return operand
-    return None
+        fewer = any(2 * each.dims[-2] <= query.dims[-2] for each in keys)
+        return query if fewer or (not keys and query.dims[-1] > WIDEST_HEAD) else None
+    near = case.call[max(0, row - NEIGHBOURS) : row + NEIGHBOURS + 1]
+    around = (operand for call in near for operand in case.calls[call].operands)
+    return next((each for each in around if _has_a_block_a_head(each, blocks) and each.dims[-1] > WIDEST_HEAD), None)
+
+
+def _has_a_block_a_head(tensor: Operand, blocks: int) -> bool:
+    dims = tensor.dims
+    return len(dims) >= 3 and prod(dims[:-1]) == blocks and dims[-2] >= 4 and dims[-1] >= 64
 
 
 def needless_copies(case: Case) -> Iterator[Suspect]:
