@@ -18,7 +18,6 @@ from dsv4lab.notebooks.results import UsageError
 
 if TYPE_CHECKING:
     from dsv4lab.trace import Trace
-    from dsv4lab.trace.report import Section
 
 INTERRUPTED = 130
 
@@ -170,7 +169,10 @@ def profile(
         print("\n\n".join(map(str, sections)))
         if html is not None:
             names = ["before", "after"] if others else [trace.name]
-            write_atomically(html, _page(sections, dict(zip(names, [first, *others], strict=True)), titles))
+            figure = _bars(dict(zip(names, [first, *others], strict=True)), titles)
+            write_atomically(
+                html, report.page(sections, figure, " → ".join(path.name for path in (trace, after) if path))
+            )
         if json is not None:
             write_atomically(json, report.as_json(first, found, by, *others))
         if reduce is not None:
@@ -183,7 +185,8 @@ def profile(
     return 0
 
 
-def _page(sections: "list[Section]", traces: "dict[str, Trace]", titles: dict[str, str]) -> str:
+def _bars(traces: "dict[str, Trace]", titles: dict[str, str]) -> str:
+    """The stacked bars of a web page, as SVG."""
     try:
         from dsv4lab.plot import profiles, style
     except ModuleNotFoundError as error:
@@ -191,8 +194,7 @@ def _page(sections: "list[Section]", traces: "dict[str, Trace]", titles: dict[st
     from dsv4lab.trace import report
 
     unit, bars = report.bars(traces)
-    figure = profiles.stacked(bars, titles, f"GPU time (ms a {unit})")
-    return report.page(sections, style.svg(figure), " and ".join(traces))
+    return style.svg(profiles.stacked(bars, titles, f"GPU time (ms a {unit})"))
 
 
 @app.command

@@ -78,7 +78,7 @@ def test_work_on_every_possible_position_is_found_by_its_pages(find):
     found = find(stock())["max_context"]
     assert found.ns == 1000 * (700 + 1400 + 4000 + 1000 + 500 + 20)
     assert "262,208 positions" in found.finding
-    assert "aten::bmm [32, 262208, 128] fp32 x [32, 128, 64] fp32: 1 kernels, 4,000 µs" in found.evidence
+    assert "aten::bmm [32, 262208, 128] fp32 x [32, 128, 64] fp32: 1 kernel, 4,000 µs" in found.evidence
 
 
 def test_work_on_every_possible_position_is_found_by_what_the_user_knows(find):
@@ -144,6 +144,14 @@ def test_a_block_for_each_row_and_head(find, dur, grid, shapes, guilty):
     assert ("per_head_grid" in find(attention(dur, grid, shapes))) is guilty
 
 
+@pytest.mark.parametrize("op", ["", "sglang::unified_attention"])
+def test_a_block_for_each_row_and_head_is_seen_by_what_is_launched_around_it(find, op):
+    for width, guilty in ((512, True), (128, False)):  # heads of 128 may have keys of their own
+        step = Eager().run("aten::zero_", 2, [[B, 64, width]], [BF16])
+        step.run(op, 3700, [[B, 32768]] if op else [], [BF16], name="attend", grid=[B, 64, 1])
+        assert ("per_head_grid" in find(step)) is guilty
+
+
 def test_copies_that_change_only_layout_or_dtype(find):
     step = Eager()
     for width in (512, 64):
@@ -158,7 +166,7 @@ def test_copies_that_change_only_layout_or_dtype(find):
     step.run(CAST, 2, [[B, 4096], [B, 4096], []], [FP32, BF16, "Scalar"]).run("aten::mm", 20)
     found = find(step)["needless_copies"]
     moved = 2 * 2 * 4 * 16 * (512 + 64) + (4 + 2) * B * 4096
-    assert found.finding == f"3 copies move {moved / 1e6:,.1f} MB, 1 of them to change the dtype"
+    assert found.finding == f"3 copies of {moved / 1e6:,.1f} MB read and written, 1 to another dtype"
     assert any("aten::copy_ [4, 16, 512] bf16" in line for line in found.evidence)
     assert "needless_copies" not in find(step.run("aten::mm", 10_000))  # not worth a word
 
@@ -172,7 +180,7 @@ def test_copies_to_the_host_are_not_needless(find):
 def test_grids_smaller_than_the_gpu(find):
     found = find(Eager().run("aten::mm", 50, grid=[2, 32, 1]))["idle_sms"]
     assert "fewer blocks than the 132 SMs" in found.finding
-    assert found.evidence[0].startswith("grid [2,32,1]: 1 launches, 50 µs")
+    assert found.evidence[0].startswith("grid [2,32,1]: 1 launch, 50 µs")
     assert "idle_sms" not in find(Eager().run("aten::mm", 50, grid=[132, 1, 1]))
     assert "idle_sms" not in find(Eager().run("aten::mm", 2, grid=[2, 1, 1]))  # too short to matter
 

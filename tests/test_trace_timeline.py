@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from traces import SGLANG, event, kernel, write
+from traces import SGLANG, Eager, event, kernel, write
 
 from dsv4lab import trace
 from dsv4lab.trace import steps, summary, timeline
@@ -37,6 +37,20 @@ def test_the_busy_time_of_groups_is_that_of_each_alone():
     table = summary.by(taken, "family").set_index("family")["busy_ns"]
     for family, events in taken.events.groupby("family", observed=True):
         assert table[family] == timeline.busy(events)
+
+
+def test_kernels_and_ops_know_each_other_and_their_line_of_python(tmp_path):
+    step = (
+        Eager().run("aten::mm", 5, name="gemm").run("aten::linear > aten::mm", 9, name="gemm2").run("", 3, name="gemm")
+    )
+    step.run("aten::bmm", 7, name="gemm")
+    step.events.append(event("python_function", "lab/model.py(3): forward", 900, 500))
+    taken = trace.read(step.write(tmp_path / "t.json"))
+    kernels = summary.by(taken, "kernel").set_index("name")
+    assert kernels["op"].to_dict() == {"gemm": "aten::bmm", "gemm2": "aten::mm"}
+    assert kernels["where"].unique().tolist() == ["lab/model.py(3): forward"]
+    ops = summary.by(taken, "op").set_index("op")["name"].to_dict()
+    assert ops == {"aten::mm": "gemm2", "aten::bmm": "gemm", summary.NO_OP: "gemm"}
 
 
 def test_an_unknown_table_is_named():

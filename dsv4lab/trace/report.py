@@ -14,7 +14,7 @@ from dsv4lab.trace.frames import Trace
 from dsv4lab.trace.suspects import BLIND, NEED_SHAPES, Suspect, table, unseen
 
 _NOISE = re.compile(r"^void |\(anonymous namespace\)::|at::native::|c10::|std::")
-_WORDS = ("family", "name", "op", "shapes", "dtypes", "cause", "verdict")
+_WORDS = ("family", "name", "op", "shapes", "dtypes", "where", "cause", "verdict")
 ROWS = 25
 """Rows of a table that are shown; JSON has them all."""
 
@@ -124,8 +124,10 @@ def _groups(groups: pd.DataFrame, titles: dict[str, str]) -> pd.DataFrame:
         "of busy": groups["busy_share"].map(percent),
         "a call": groups["mean_ns"].map(microseconds),
     }
-    numbers = ["calls", "sum_ns", "share", "busy_ns", "busy_share", "mean_ns"]
-    return pd.DataFrame(shown | _names(groups[groups.columns.drop(numbers)], titles))
+    names = groups.columns.drop(["calls", "sum_ns", "share", "busy_ns", "busy_share", "mean_ns"])
+    if "where" in names and (groups["where"] == "").all():
+        names = names.drop("where")
+    return pd.DataFrame(shown | _names(groups[names], titles))
 
 
 def _names(columns: pd.DataFrame, titles: dict[str, str]) -> dict[str, pd.Series]:

@@ -5,21 +5,17 @@ need the shapes of ops: an eager trace recorded with shapes, or a replay joined 
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterator
 from math import prod
 
 import numpy as np
 import pandas as pd
 
-from dsv4lab import hardware
 from dsv4lab.trace import families, timeline
-from dsv4lab.trace.assembly import GRAPH_LAUNCH
+from dsv4lab.trace.case import EXAMPLES, WORTH, Case, Suspect, many
 from dsv4lab.trace.frames import Trace, matching, numbers
-from dsv4lab.trace.operands import INTEGERS, Call, Operand, calls
+from dsv4lab.trace.operands import INTEGERS, Call, Operand
 
-WORTH = 0.01  # of the GPU time; what takes less is no finding
 EXPOSED = 0.05  # of the busy time
 BIG = 2**20  # elements
 FAR = 8  # times the live length
@@ -30,80 +26,11 @@ LONG_NS, TIMES_OWN = 20_000, 10  # a kernel that takes longer than both does mor
 WIDEST_HEAD = 256  # no attention with heads of their own has wider ones: beyond, heads share a latent
 LOOK_BACK = 200  # launches
 NEIGHBOURS = 4  # launches
-EXAMPLES = 4
 BLIND = 0.5  # of the time unseen, a rule has not looked at the trace
 GEMMS = ("mm", "bmm", "addmm", "baddbmm", "matmul", "linear", "einsum")
 COPIES = ("copy", "_to_copy", "clone", "contiguous")
 _TENSOR_CORES = re.compile(r"tensorop|tf32|s1688|wgmma|_mma", re.IGNORECASE)
 _OFF_GPU = re.compile(r"HtoD|DtoH|Host|Pageable|Pinned")
-
-
-@dataclass(frozen=True)
-class Suspect:
-    """`ns` is the GPU time at stake, `share` that of all events' sum, `where` the Python line most of it came from."""
-
-    rule: str
-    finding: str
-    ns: int
-    share: float
-    evidence: tuple[str, ...]
-    advice: str
-    where: str = ""
-
-
-class Case:
-    """A trace as the rules look at it: events in the order of their launches, and how each op was called.
-
-    Args:
-        max_context: longest request in tokens that the server allows, where known.
-        live: positions that requests really had, where known.
-    """
-
-    def __init__(self, trace: Trace, max_context: int | None = None, live: int | None = None) -> None:
-        events = trace.events
-        order = np.argsort(events["ts"].where(events["launch_ts"] < 0, events["launch_ts"]), kind="stable")
-        self.trace, self.max_context, self.live = trace, max_context, live
-        self.events = events.iloc[order].reset_index(drop=True)
-        self.calls, self.call = calls(self.events)
-        self.dur = self.events["dur"].to_numpy()
-        self.total = max(1, int(self.dur.sum()))
-        self.kernel = (self.events["kind"] == "kernel").to_numpy()
-        self.replayed = matching(self.events["launch"], GRAPH_LAUNCH)
-        self.sms = trace.meta.get("sms")
-
-    @cached_property
-    def bytes_per_ns(self) -> float:
-        """What the GPU's memory delivers; of one that is not in the table, the most that any in it does."""
-        try:
-            return hardware.lookup(self.trace.meta.get("gpu") or "").dram_bytes_per_s / 1e9
-        except ValueError:
-            return max(gpu.dram_bytes_per_s for gpu in hardware.GPUS) / 1e9
-
-    def rows(self, fits: Callable[[Call], bool]) -> np.ndarray:
-        """Bool by event: launched by a call that fits."""
-        return np.array([fits(call) for call in self.calls])[self.call]
-
-    def suspect(self, rule: str, rows: np.ndarray, finding: str, advice: str, evidence: Iterable[str] = ()) -> Suspect:
-        ns = int(self.dur[rows].sum())
-        evidence = tuple(evidence) or tuple(self.by_call(rows).values())
-        return Suspect(rule, finding, ns, ns / self.total, evidence, advice, self.where(rows))
-
-    def worth(self, rows: np.ndarray) -> bool:
-        return bool(rows.any()) and self.dur[rows].sum() >= WORTH * self.total
-
-    def by_call(self, rows: np.ndarray) -> dict[int, str]:
-        """The costliest calls among those events, a line each."""
-        costs = pd.Series(self.dur[rows]).groupby(self.call[rows]).agg(["sum", "size"])
-        costs = costs.sort_values("sum", ascending=False).head(EXAMPLES)
-        return {
-            int(number): f"{self.calls[number]}: {cost['size']:,} kernels, {cost['sum'] / 1000:,.0f} µs"
-            for number, cost in costs.iterrows()
-        }
-
-    def where(self, rows: np.ndarray) -> str:
-        costs = pd.Series(self.dur[rows]).groupby(self.events["stack"].astype(object).to_numpy()[rows]).sum()
-        costs = costs[costs.index != ""]
-        return costs.idxmax().partition(" < ")[0] if len(costs) else ""
 
 
 def find(trace: Trace, max_context: int | None = None, live: int | None = None) -> list[Suspect]:
@@ -134,7 +61,7 @@ def max_context(case: Case) -> Iterator[Suspect]:
             yield case.suspect(
                 "max_context",
                 rows,
-                f"{int(rows.sum()):,} kernels work on {length:,} positions of every request{factor}",
+                f"{many(rows.sum(), 'kernel')} over {length:,} positions of every request{factor}",
                 "Let the cost follow each request's own length, read on the device; a cap on the context hides it.",
             )
 
@@ -190,7 +117,7 @@ def forced_fp32(case: Case) -> Iterator[Suspect]:
         yield case.suspect(
             "forced_fp32",
             rows,
-            f"{int(rows.sum()):,} kernels multiply in FP32 without tensor cores what was narrower before a cast",
+            f"{many(rows.sum(), 'kernel')} in FP32 and without tensor cores, on what was narrower before a cast",
             "Multiply in bf16 with FP32 accumulation; where a selection depends on it, check that it stays the same.",
             evidence,
         )
@@ -234,7 +161,7 @@ def per_head_grid(case: Case) -> Iterator[Suspect]:
             f"a block for each of {batch} rows x {count} heads: the KV that the heads share is read {count} times",
             "Give a block many heads and gather each KV tile once for all of them, with tensor cores; split long rows.",
             [
-                f"grid {group['grid'].iloc[0]} is rows x heads of {heads}, {len(group):,} launches",
+                f"grid {group['grid'].iloc[0]} is rows x heads of {heads}, {many(len(group), 'launch')}",
                 f"{group['dur'].mean() / 1000:,.1f} µs a launch; reading and writing {heads} in bf16 once takes "
                 f"{4 * heads.elements / case.bytes_per_ns / 1000:,.1f} µs",
             ],
@@ -244,22 +171,24 @@ def per_head_grid(case: Case) -> Iterator[Suspect]:
 def _heads(case: Case, row: int, blocks: int) -> Operand | None:
     """The tensor of [rows, heads, wide] that a grid has a block for each row and head of, if its heads share their KV.
 
-    Taken from the launching op, or, where none was recorded, from the ops launched just before and after.
+    Taken from the launching op, where its other operands show whose KV it is; else from the ops launched just before
+    and after, where only a width that no heads of their own have shows it.
     """
-    own = case.calls[case.call[row]]
-    near = (
-        [own] if own.operands else [case.calls[n] for n in case.call[max(0, row - NEIGHBOURS) : row + NEIGHBOURS + 1]]
-    )
-    for operand in (operand for call in near for operand in call.operands):
-        dims = operand.dims
-        if len(dims) < 3 or prod(dims[:-1]) != blocks or dims[-2] < 4 or dims[-1] < 64:
-            continue
-        others = [
-            each for each in own.operands if len(each.dims) >= 3 and each.dims[-1] >= 64 and each.dims[:-1] != dims[:-1]
+    own = case.calls[case.call[row]].operands
+    if query := next((operand for operand in own if _has_a_block_a_head(operand, blocks)), None):
+        keys = [
+            each for each in own if len(each.dims) >= 3 and each.dims[-1] >= 64 and each.dims[:-1] != query.dims[:-1]
         ]
-        if any(2 * each.dims[-2] <= dims[-2] for each in others) or (not others and dims[-1] > WIDEST_HEAD):
-            return operand
-    return None
+        fewer = any(2 * each.dims[-2] <= query.dims[-2] for each in keys)
+        return query if fewer or (not keys and query.dims[-1] > WIDEST_HEAD) else None
+    near = case.call[max(0, row - NEIGHBOURS) : row + NEIGHBOURS + 1]
+    around = (operand for call in near for operand in case.calls[call].operands)
+    return next((each for each in around if _has_a_block_a_head(each, blocks) and each.dims[-1] > WIDEST_HEAD), None)
+
+
+def _has_a_block_a_head(tensor: Operand, blocks: int) -> bool:
+    dims = tensor.dims
+    return len(dims) >= 3 and prod(dims[:-1]) == blocks and dims[-2] >= 4 and dims[-1] >= 64
 
 
 def needless_copies(case: Case) -> Iterator[Suspect]:
@@ -273,7 +202,7 @@ def needless_copies(case: Case) -> Iterator[Suspect]:
     yield case.suspect(
         "needless_copies",
         rows,
-        f"{int(rows.sum()):,} copies move {moved / 1e6:,.1f} MB, {int(casts.sum()):,} of them to change the dtype",
+        f"{many(rows.sum(), 'copy')} of {moved / 1e6:,.1f} MB read and written, {casts.sum():,} to another dtype",
         "Let the next kernel take the strides or the dtype as they are, or write them so in the kernel before.",
     )
 
@@ -295,13 +224,13 @@ def idle_sms(case: Case) -> Iterator[Suspect]:
         return
     groups = case.events[rows].groupby(["name", "grid"], observed=True)["dur"].agg(["sum", "size"])
     lines = [
-        f"grid {grid}: {cost['size']:,} launches, {cost['sum'] / 1000:,.0f} µs, {name[:60]}"
+        f"grid {grid}: {many(cost['size'], 'launch')}, {cost['sum'] / 1000:,.0f} µs, {name[:60]}"
         for (name, grid), cost in groups.sort_values("sum", ascending=False).head(EXAMPLES).iterrows()
     ]
     yield case.suspect(
         "idle_sms",
         rows,
-        f"{int(rows.sum()):,} kernels of 10 µs and more have fewer blocks than the {case.sms} SMs",
+        f"{many(rows.sum(), 'kernel')} of 10 µs and more with fewer blocks than the {case.sms} SMs",
         "Split the work further (over K, over positions), take smaller tiles, or run it beside something else.",
         lines,
     )
@@ -317,7 +246,7 @@ def tiny_launches(case: Case) -> Iterator[Suspect]:
     yield case.suspect(
         "tiny_launches",
         rows,
-        f"{int(rows.sum()):,} kernels of under 10 µs were launched one by one",
+        f"{many(rows.sum(), 'kernel')} of under 10 µs launched one by one",
         "Replay the step from a CUDA graph, or fuse what follows each other.",
         [f"{case.dur[rows].mean() / 1000:.1f} µs at the mean; the GPU idled {late / 1000:,.0f} µs for a late launch"],
     )
@@ -335,7 +264,7 @@ def exposed_communication(case: Case) -> Iterator[Suspect]:
         rows,
         f"collectives run {exposed / 1000:,.0f} µs with nothing beside them, {exposed / busy:.0%} of the busy time",
         "Overlap them with compute, fuse them with the kernel before or after, or try other protocols and algorithms.",
-        [f"{int(rows.sum()):,} kernels, {timeline.busy(events[rows]) / 1000:,.0f} µs in all"],
+        [f"{many(rows.sum(), 'kernel')}, {timeline.busy(events[rows]) / 1000:,.0f} µs in all"],
     )
     yield Suspect(**vars(found) | {"ns": exposed, "share": exposed / case.total})
 
