@@ -1,12 +1,13 @@
-"""The command line: `dsv4lab run | measure | profile | serve | bench | campaign | doctor`, thin skins over the package.
+"""The command line: `dsv4lab run | measure | profile | serve | bench | campaign | parity | doctor`.
 
-What the user got wrong is one line on stderr and exit status 2; what went wrong in the lab is exit status 1.
+Thin skins over the package. What the user got wrong is one line on stderr and exit status 2; what went wrong in the
+lab is exit status 1.
 """
 
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 from tyro.conf import Positional, UseAppendAction, arg
@@ -15,12 +16,16 @@ from dsv4lab import hardware
 from dsv4lab.files import write_atomically
 from dsv4lab.notebooks.results import UsageError
 
+if TYPE_CHECKING:
+    from dsv4lab.trace import Trace
+
 INTERRUPTED = 130
 
 DESCRIPTION = "The DeepSeek-V4-Flash decode lab: run its chapters, measure its kernels, serve with them."
 
 Folder = Annotated[Path, arg(metavar="DIR")]
 OptionalFolder = Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="")]
+OptionalFile = Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")]
 OptionalNumber = Annotated[int | None, arg(metavar="N", help_behavior_hint="")]
 Names = Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="NAME")]
 
@@ -77,27 +82,40 @@ def measure(
     sweep: bool = False,
     case: Names = (),
     impl: Names = (),
+    ranks: OptionalNumber = None,
+    quick: bool = False,
+    jobs: OptionalNumber = None,
+    timeout: OptionalNumber = None,
     out: OptionalFolder = None,
 ) -> int:
-    """Check, time and record a kernel module on this GPU.
+    """Check, time and record a kernel module on this GPU, or run another of the lab's experiments.
 
     Example: dsv4lab measure sparse_mla --peers --case b32_h64
 
     Args:
-        stem: A module of dsv4lab/kernels that has CASES.
+        stem: A module of dsv4lab/kernels that has CASES; or allreduce (NCCL and its rivals on all GPUs of this machine,
+            gloo on its CPU where there are not two), bf16_selection and bf16_drift (what the bf16 flip costs in
+            accuracy), capture (what of torch.compile can be captured in a CUDA graph), capture_gain (what it gains).
         peers: Measure other people's kernels in the same run, where they are installed.
         sweep: Measure the module's candidate configurations instead: what its table of configs is chosen from.
-        case: One of the module's CASES, all if none is given.
-        impl: One of the module's IMPLEMENTATIONS (with --sweep, CANDIDATES), all if none is given.
+        case: One of the module's CASES; for allreduce a size, as 512KiB. All if none is given.
+        impl: One of the module's IMPLEMENTATIONS (with --sweep, CANDIDATES); for capture the attention kernel inside
+            the step, split_k or stock_simt. All if none is given.
+        ranks: For allreduce: how many GPUs, or processes on the CPU.
+        quick: For allreduce: fewer sizes and configurations.
+        jobs: For capture: cells at once, each in a process of its own. One a core, 16 at most, if not given.
+        timeout: For capture: seconds that a cell may take.
         out: Folder for the record file. records/ of the checkout if not given.
     """
-    if hardware.probe() is None:
-        raise UsageError("measure needs a CUDA GPU, and torch sees none (dsv4lab doctor says why)")
-    from dsv4lab import measure as module
+    from dsv4lab import experiments
+    from dsv4lab.verdict import CheckFailed
 
+    options = dict(
+        cases=case, impls=impl, peers=peers, sweep=sweep, ranks=ranks, quick=quick, jobs=jobs, timeout_s=timeout
+    )
     try:
-        path = module.run(stem, cases=case or None, impls=impl or None, peers=peers, sweep=sweep, directory=out)
-    except module.CheckFailed as error:
+        path = experiments.run(stem, out, **options)
+    except CheckFailed as error:
         print(f"dsv4lab: {error}", file=sys.stderr)
         return 1
     except (ValueError, OSError) as error:
@@ -109,13 +127,17 @@ def measure(
 @app.command
 def profile(
     trace: Annotated[Positional[Path], arg(metavar="TRACE")],
-    other: Annotated[Positional[Path | None], arg(metavar="[TRACE2]", help_behavior_hint="")] = None,
+    after: Annotated[Positional[Path | None], arg(metavar="[TRACE2]", help_behavior_hint="")] = None,
     /,
     *,
     by: Literal["family", "kernel", "op", "shape", "stream", "step"] = "family",
-    rules: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None,
-    json: Annotated[Path | None, arg(metavar="OUT", help_behavior_hint="")] = None,
-    reduce: Annotated[Path | None, arg(metavar="OUT", help_behavior_hint="")] = None,
+    rules: OptionalFile = None,
+    capture: OptionalFile = None,
+    max_context: OptionalNumber = None,
+    live: OptionalNumber = None,
+    html: OptionalFile = None,
+    json: OptionalFile = None,
+    reduce: OptionalFile = None,
 ) -> int:
     """Say where the GPU time of a trace goes, and which line of Python it came from.
 
@@ -124,28 +146,55 @@ def profile(
     Args:
         trace: Of torch.profiler (JSON, plain or .gz), of Nsight Systems (sqlite export), or a reduced one; or a folder
             with a file for each rank.
-        other: A second one, to be compared with the first.
+        after: A second one; the first is compared with it, kernel by kernel.
         by: What a row of the table is.
         rules: A file of family rules (TOML, as dsv4lab/trace/families.toml) that go before the lab's own.
+        capture: A trace of the same step run eagerly, or of its capture: gives graph replays their ops and shapes.
+        max_context: Longest request that the server allows in tokens, to recognise what is as long.
+        live: Positions that the requests had, likewise.
+        html: File for the report as a web page with a figure.
         json: File for every table, times in nanoseconds.
         reduce: File for the events alone, NAME.trace.jsonl.gz: some 12 bytes an event, read like the trace itself.
     """
-    from dsv4lab.trace import TraceError, families, read, reduced, report
+    from dsv4lab.trace import TraceError, families, read, reduced, report, suspects
 
     try:
         titles = families.load(rules).titles
-        taken = read(trace, rules)
-        print(report.text(taken, by, titles))
+        first = read(trace, rules, capture)
+        others = [read(after, rules, capture)] if after is not None else []
+        found = suspects.find(first, max_context, live)
+        sections = [*report.one(first, found, by, titles)]
+        for second in others:
+            sections += report.two(first, second, titles)
+        print("\n\n".join(map(str, sections)))
+        if html is not None:
+            names = ["before", "after"] if others else [trace.name]
+            figure = _bars(dict(zip(names, [first, *others], strict=True)), titles)
+            write_atomically(
+                html, report.page(sections, figure, " → ".join(path.name for path in (trace, after) if path))
+            )
         if json is not None:
-            write_atomically(json, report.as_json(taken, by))
+            write_atomically(json, report.as_json(first, found, by, *others))
         if reduce is not None:
-            reduced.write(taken, reduce)
+            reduced.write(first, reduce)
     except TraceError as error:
         print(f"dsv4lab: {error}", file=sys.stderr)
         return 1
     except (ValueError, OSError) as error:
         raise UsageError(str(error)) from error
     return 0
+
+
+def _bars(traces: "dict[str, Trace]", titles: dict[str, str]) -> str:
+    """The stacked bars of a web page, as SVG."""
+    try:
+        from dsv4lab.plot import profiles, style
+    except ModuleNotFoundError as error:
+        raise UsageError(f"--html needs {error.name}, which is not installed: pip install -e '.[notebook]'") from error
+    from dsv4lab.trace import report
+
+    unit, bars = report.bars(traces)
+    return style.svg(profiles.stacked(bars, titles, f"GPU time (ms a {unit})"))
 
 
 @app.command
@@ -308,6 +357,46 @@ def campaign(
             print(*module.describe(plan, chosen), sep="\n")
             return 0
         return 0 if module.run(plan, chosen, say=lambda text: print(text, flush=True)) else 1
+    except (ValueError, OSError) as error:
+        raise UsageError(str(error)) from error
+
+
+@app.command
+def parity(
+    *,
+    layers: int = 6,
+    context_length: int = 1_048_576,
+    budget_s: float = 900,
+    start_s: float = 600,
+    port: int = 30000,
+    out: Folder = Path("campaign"),
+    dry_run: bool = False,
+) -> int:
+    """Ask whether our kernels answer as SGLang's own: logprobs of 256 prompts on two servers with the same weights.
+
+    Example: dsv4lab parity --budget-s 600 --out campaign
+
+    Args:
+        layers: Layers of the synthetic model, which has random weights here.
+        context_length: Longest request in tokens.
+        budget_s: Seconds for all; what is not answered by then is left for another time.
+        start_s: Seconds until a server must be ready.
+        port: Port of the servers.
+        out: Folder of answers, records and logs; what it has is not asked again.
+        dry_run: Only say with what environment and command line each server would start, and what it is asked.
+    """
+    from dsv4lab.serving import campaign as module
+    from dsv4lab.serving import parity as comparison
+
+    try:
+        plan = module.Plan(
+            out=out.resolve(), layers=layers, context_length=context_length, budget_s=budget_s, start_s=start_s,
+            port=port,
+        )  # fmt: skip
+        if dry_run:
+            print(*comparison.describe(plan), sep="\n")
+            return 0
+        return 0 if comparison.run(plan, say=lambda text: print(text, flush=True)) else 1
     except (ValueError, OSError) as error:
         raise UsageError(str(error)) from error
 

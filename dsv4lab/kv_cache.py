@@ -22,6 +22,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dsv4lab.model import DSV4_FLASH, DeepSeekV4Flash
+
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 AMAX_FLOOR = 1e-4
@@ -112,6 +114,26 @@ def _values(name: str, x: Tensor, width: int) -> Tensor:
 def main_page_bytes(page_size: int) -> int:
     """Bytes of a main-cache page of `page_size` tokens, padding included: 256 -> 149760, 64 -> 37440, 2 -> 1728."""
     return _MAIN.page_bytes(page_size)
+
+
+def request_bytes(tokens: int, model: DeepSeekV4Flash = DSV4_FLASH) -> dict[str, int]:
+    """Bytes that one request of `tokens` holds in whole pages, by what they are: c4 KV, index keys, c128 KV, window KV.
+
+    The same on every tensor-parallel rank, for there is one KV head and the indexer is not split. Of the window a
+    request holds the pages that its last tokens lie in. Next-token-prediction layers and the compressors' state, which
+    does not grow, are left out. ValueError for fewer than 1 token.
+    """
+    if tokens < 1:
+        raise ValueError(f"tokens must be at least 1, got {tokens}")
+    page, layers = model.page_size, model.layer_counts
+    pages = -(-tokens // page)
+    window_pages = pages - max(0, tokens - model.sliding_window) // page
+    return {
+        "c4 KV": pages * layers["c4"] * main_page_bytes(page // 4),
+        "index keys": pages * layers["c4"] * _INDEX.page_bytes(page // 4),
+        "c128 KV": pages * layers["c128"] * main_page_bytes(page // 128),
+        "window KV": window_pages * model.num_hidden_layers * main_page_bytes(page),
+    }
 
 
 def main_view(pool: Tensor, page_size: int) -> Tensor:

@@ -11,7 +11,6 @@ Cold means that the input sets rotate until at least `timing.ROTATION_BYTES` of 
 Warm means one set, replayed.
 """
 
-import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +25,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from dsv4lab import kernels, records, timing
+from dsv4lab import kernels, timing
+from dsv4lab.journal import Journal
 from dsv4lab.peers import peers_of
 from dsv4lab.provenance import command_line, environment, git_state, kernel_hash
 from dsv4lab.records import Clocks, Environment, Git, Record
@@ -80,42 +80,6 @@ class _Timing:
         return "rotated" if asked == "cold" and rotated < timing.ROTATION_BYTES else asked
 
 
-class _Journal:
-    """The records of a run in progress: on disk, in a `.partial` file, as soon as their case is done."""
-
-    def __init__(self, run: _Run, directory: Path | str | None):
-        self.experiment = run.experiment
-        self.directory = records.root() if directory is None else Path(directory)
-        self.directory.mkdir(parents=True, exist_ok=True)
-        stem = f"{run.experiment}_{records.gpu_slug(run.env.gpu)}_{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
-        self.path = self.directory / f"{stem}.partial"
-        self.path.touch(exist_ok=False)
-        self.records: list[Record] = []
-
-    def add(self, new: Sequence[Record]) -> None:
-        self.records += new
-        with self.path.open("a", encoding="utf-8") as file:
-            file.writelines(record.model_dump_json(by_alias=True) + "\n" for record in new)
-            file.flush()
-            os.fsync(file.fileno())
-
-    @property
-    def worth_keeping(self) -> bool:
-        return any(record.case != CEILINGS for record in self.records)
-
-    def finish(self) -> Path:
-        path = records.write(self.records, self.experiment, self.directory)
-        self.path.unlink()
-        return path
-
-    def abandon(self, error: BaseException) -> None:
-        if not self.worth_keeping:
-            return self.path.unlink()
-        message = f"what was measured until then is in {self.path}"
-        error.add_note(message)
-        _say(f"stopped: {message}")
-
-
 def run(
     stem: str,
     *,
@@ -152,7 +116,7 @@ def run(
     variants = _variants(module, _chosen("impls", impls, known), peers)
     experiment = f"{module.EXPERIMENT}_sweep" if sweep else module.EXPERIMENT
     this = _Run(experiment, device, seed, budget_s, command_line(), git_state(), environment(device))
-    journal, failures = _Journal(this, directory), []
+    journal, failures = Journal(experiment, this.env.gpu, directory), []
     try:
         journal.add(_ceiling_records(this))
         for name in tqdm(names, desc=stem, unit="case", disable=None):
@@ -160,15 +124,21 @@ def run(
             journal.add(found)
             failures += failed
             _report(name, found, failed)
-        if not journal.worth_keeping:
+        if not _measured(journal):
             raise CheckFailed(f"nothing could be measured: {'; '.join(failures) or 'no implementation takes the case'}")
         path = journal.finish()
     except BaseException as error:
-        journal.abandon(error)
+        if kept := journal.abandon(error, worth_keeping=_measured(journal)):
+            _say(f"stopped: {kept}")
         raise
     if failures:
         raise CheckFailed(f"{'; '.join(failures)} (not timed; the rest is in {path})")
     return path
+
+
+def _measured(journal: Journal) -> bool:
+    """Whether it holds more than the ceilings."""
+    return any(record.case != CEILINGS for record in journal.records)
 
 
 def kernel_module(stem: str) -> ModuleType:

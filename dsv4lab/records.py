@@ -91,7 +91,8 @@ class Record(_Line):
 
     A kernel's record has `work` and a passed `check` (error, baseline_error and tolerance at least). A serving record
     has `server` (what it says of itself, hooks proven live, load), the `result` in numbers, and in `check` how many
-    requests failed: with too many, `passed` is false, which is recorded and not hidden.
+    requests failed: with too many, `passed` is false, which is recorded and not hidden. A `result` without a server is
+    what an experiment found out, and needs no samples; whether it is right is again in `check.passed`.
     """
 
     schema_version: Literal[1] = Field(default=1, alias="schema")
@@ -100,7 +101,7 @@ class Record(_Line):
     impl: str
     config: dict[str, JsonValue]
     method: dict[str, JsonValue]
-    samples_us: list[Annotated[float, Field(gt=0)]] = Field(min_length=1)
+    samples_us: list[Annotated[float, Field(gt=0)]]
     check: dict[str, JsonValue] = Field(min_length=1)
     work: Work | None
     seed: int
@@ -111,15 +112,17 @@ class Record(_Line):
     env: Environment
     clocks: Clocks
     server: dict[str, JsonValue] | None = None
-    result: dict[str, float | None] | None = None
+    result: dict[str, bool | float | str | None] | None = None
     file: str | None = Field(default=None, exclude=True)
     """The record file it was read from; never stored."""
 
     @model_validator(mode="after")
     def _is_checked(self) -> Self:
-        if self.server is not None:
+        if not self.samples_us and (self.server is not None or self.result is None):
+            raise ValueError("samples_us must not be empty: only a result without a server needs none")
+        if self.server is not None or self.result is not None:
             if self.result is None or not isinstance(self.check.get("passed"), bool):
-                raise ValueError("result and check.passed must be given for a server")
+                raise ValueError("result and check.passed must be given for a server and for a result")
         else:
             if self.check.get("passed") is False:
                 raise ValueError("check.passed must not be false: what is wrong is not measured")
@@ -135,15 +138,19 @@ class Record(_Line):
 
     @property
     def median_us(self) -> float:
-        return float(np.median(self.samples_us))
+        return self._percentile(50)
 
     @property
     def p10_us(self) -> float:
-        return float(np.percentile(self.samples_us, 10))
+        return self._percentile(10)
 
     @property
     def p90_us(self) -> float:
-        return float(np.percentile(self.samples_us, 90))
+        return self._percentile(90)
+
+    def _percentile(self, percent: float) -> float:
+        """Of the samples; NaN where there are none."""
+        return float(np.percentile(self.samples_us, percent)) if self.samples_us else float("nan")
 
 
 class Reported(_Line):

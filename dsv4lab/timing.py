@@ -170,7 +170,7 @@ def _capture_all(
         except Exception as error:
             cause = error if error.__suppress_context__ else error.__context__ or error
             errors[name] = f"{type(cause).__name__}: {cause}".splitlines()[0]  # not that the capture could not be ended
-            _recover(stream)
+            recover(stream)
     return graphs, errors
 
 
@@ -185,7 +185,7 @@ def _capture(launches: Sequence[Launch], stream: torch.cuda.Stream) -> torch.cud
     return graph
 
 
-def _recover(stream: torch.cuda.Stream) -> None:
+def recover(stream: torch.cuda.Stream) -> None:
     """After a broken capture torch believes its random generator is still capturing; a whole one puts that right."""
     torch.cuda.synchronize()
     scratch = torch.zeros(1, device=stream.device)

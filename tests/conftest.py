@@ -8,6 +8,7 @@ import pytest
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the workers share the cores; torch reads this once
 
+import dsv4lab.kernels  # noqa: F401 (before any test imports Triton: it decides whether kernels are interpreted)
 from dsv4lab import hardware
 
 HAS_GPU = hardware.probe() is not None

@@ -36,6 +36,10 @@ def test_provenance_names_the_file_the_gpu_and_the_rivals():
     assert table.loc["largest error / its tolerance"].item() == "0.250"
     exact = [record.model_copy(update={"check": {"error": 0.0, "tolerance": 0.0}}) for record in run]
     assert chapters.provenance(exact).loc["largest error / its tolerance"].item() == "0"
+    rival = [record.model_copy(update={"kernel_sha256": None}) for record in run]
+    both = chapters.provenance(run, rival)
+    assert both.loc["kernel source (sha256)"].tolist() == ["ab" * 6, "none of ours"]
+    assert list(both) == 2 * ["sparse_mla_decode"]
 
 
 @pytest.mark.parametrize(

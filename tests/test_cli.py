@@ -1,12 +1,15 @@
 import os
 import subprocess
 import sys
+from inspect import signature
 from pathlib import Path
+from pkgutil import iter_modules, resolve_name
 
 import pytest
+import torch
 from test_notebooks import FINISH, write_notebook
 
-from dsv4lab import cli, doctor, hardware, measure
+from dsv4lab import cli, doctor, experiments, flip, hardware, kernels, measure, timing
 from dsv4lab.notebooks import run as batch
 
 ROOT = Path(__file__).parents[1]
@@ -48,7 +51,7 @@ def test_what_the_user_got_wrong_is_one_line_and_status_2(notebook, capsys, monk
     assert complaint in err
 
 
-@pytest.mark.parametrize("command", ["run", "measure", "doctor"])
+@pytest.mark.parametrize("command", ["run", "measure", "profile", "doctor"])
 def test_help_teaches_with_an_example(capsys, command):
     assert status(command, "--help") == 0
     assert f"Example: dsv4lab {command}" in capsys.readouterr().out
@@ -97,7 +100,7 @@ def test_a_folder_may_have_any_name(tmp_path, folder):
 def test_measure_without_a_gpu_says_so(monkeypatch, capsys):
     monkeypatch.setattr(hardware, "probe", lambda: None)
     assert status("measure", "sparse_mla") == 2
-    assert "measure needs a CUDA GPU" in capsys.readouterr().err
+    assert "sparse_mla needs a CUDA GPU" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -112,8 +115,8 @@ def test_measure_without_a_gpu_says_so(monkeypatch, capsys):
 def test_measure_passes_its_arguments_on_and_says_how_it_ended(monkeypatch, capsys, tmp_path, error, code, says):
     seen = []
 
-    def fake(*args, **options):
-        seen.append((args, options))
+    def fake(stem, *, cases=None, peers=False, **options):
+        seen.append((stem, dict(cases=cases, peers=peers, **options)))
         if error:
             raise error
         return "sparse_mla_decode_h200.jsonl"
@@ -121,9 +124,7 @@ def test_measure_passes_its_arguments_on_and_says_how_it_ended(monkeypatch, caps
     monkeypatch.setattr(hardware, "probe", lambda: H200)
     monkeypatch.setattr(measure, "run", fake)
     assert status("measure", "sparse_mla", "--peers", "--case", "b1", "--case", "b4", "--out", str(tmp_path)) == code
-    assert seen == [
-        (("sparse_mla",), {"cases": ("b1", "b4"), "impls": None, "peers": True, "sweep": False, "directory": tmp_path})
-    ]
+    assert seen == [("sparse_mla", {"cases": ("b1", "b4"), "peers": True, "directory": tmp_path})]
     assert "".join(capsys.readouterr()).strip() == says
 
 
@@ -198,3 +199,42 @@ def test_doctor_sees_a_torch_without_cuda_beside_a_driver(monkeypatch):
     finding = doctor._gpu(None)
     assert "2.13.0+cpu sees none, though nvidia-smi is here" in finding.text
     assert finding.fix
+
+
+@pytest.mark.parametrize(
+    ("args", "complaint"),
+    [
+        (["sparse_mla", "--quick"], "quick is no option of sparse_mla, which takes cases, impls, peers, sweep"),
+        (["allreduce", "--peers"], "peers is no option of allreduce, which takes cases, impls, ranks, quick"),
+        (["bf16_drift", "--case", "b1"], "cases is no option of bf16_drift"),
+        (["capture", "--ranks", "2"], "ranks is no option of capture, which takes impls, jobs, timeout_s"),
+        (["capture", "--jobs", "0"], "jobs must be at least 1, got 0"),
+        (["sparse_mlb"], "stem 'sparse_mlb' is no kernel module with cases; known: "),
+        (["allreduce", "--ranks", "1"], "ranks must be at least 2"),
+        (["allreduce", "--case", "3KiB"], "cases has no '3KiB'"),
+    ],
+)
+def test_experiments_and_kernels_have_options_of_their_own(monkeypatch, capsys, tmp_path, args, complaint):
+    monkeypatch.setattr(hardware, "probe", lambda: H200)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(timing, "require_gpu", lambda device="cuda": torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    assert status("measure", *args, "--out", str(tmp_path)) == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_every_experiment_is_there_and_says_where_its_records_go():
+    for experiment in (*experiments.EXPERIMENTS.values(), experiments.KERNEL_MODULE):
+        assert "directory" in signature(resolve_name(experiment.function)).parameters
+    assert not set(experiments.EXPERIMENTS) & {module.name for module in iter_modules(kernels.__path__)}
+
+
+def test_capture_needs_a_gpu_and_the_bf16_study_does_not(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(hardware, "probe", lambda: None)
+    monkeypatch.setattr(flip, "SMALL", flip.Size((600,), 1, 256, 1, 1))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for stem in ("capture", "capture_gain"):
+        assert status("measure", stem) == 2
+        assert f"{stem} needs a CUDA GPU" in capsys.readouterr().err
+    assert status("measure", "bf16_selection", "--case", "random_n600", "--out", str(tmp_path)) == 0
+    assert capsys.readouterr().out == f"recorded: {next(tmp_path.iterdir())}\n"

@@ -380,3 +380,16 @@ def test_a_gpu_leaves_the_same_bytes():
     assert bitwise_equal(kv.dequantise_main(main_gpu, slots.cuda()).cpu(), kv.dequantise_main(main, slots))
     cache = kv.random_main(1024, 256, "cuda", torch.Generator("cuda").manual_seed(0))
     kv.check_main(cache, torch.arange(0, 1024 * 256, 17, device="cuda"))
+
+
+def test_a_request_holds_whole_pages_of_every_kind():
+    one = kv.request_bytes(1)
+    assert one == {"c4 KV": 21 * 37440, "index keys": 21 * 64 * 132, "c128 KV": 20 * 1728, "window KV": 43 * 149760}
+    assert kv.request_bytes(256) == one
+    more = kv.request_bytes(257)
+    assert more["c4 KV"] == 2 * one["c4 KV"] and more["window KV"] == 2 * one["window KV"]
+    assert kv.request_bytes(256 + 128)["window KV"] == one["window KV"]  # the page before holds no window token
+    million = kv.request_bytes(1_048_576)
+    assert million["index keys"] == 4096 * one["index keys"] and million["window KV"] == one["window KV"]
+    with pytest.raises(ValueError, match="tokens must be at least 1, got 0"):
+        kv.request_bytes(0)

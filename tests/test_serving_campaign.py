@@ -1,51 +1,25 @@
 import gzip
 import json
-import socket
-import sys
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from dsv4lab import cli, records, trace
-from dsv4lab.records import Environment, Git
-from dsv4lab.serving import arguments, bench, campaign, guard, launch, load, machine, presets, profile
+from dsv4lab.serving import campaign, launch, load, presets, profile
 from dsv4lab.serving.campaign import Plan
 from dsv4lab.serving.launch import Server
 from dsv4lab.serving.load import Shape
-from dsv4lab.serving.machine import Gpu
 
-FAKE = Path(__file__).with_name("fake_sglang.py")
-ENVIRONMENT = Environment(
-    gpu="NVIDIA H200", gpu_count=1, capability=(9, 0), driver="1", cuda="13", python="3.12", torch="2", triton="3"
-)
-
-
-@pytest.fixture(autouse=True)
-def one_h200(monkeypatch, tmp_path):
-    """An H200 whose server is a fake."""
-    monkeypatch.setattr(Server, "command", (sys.executable, str(FAKE)))
-    monkeypatch.setattr(arguments, "check", lambda flags: 1)
-    monkeypatch.setattr(machine, "gpus", lambda: [Gpu("NVIDIA H200", "sm_90", 141 * 2**30, 140 * 2**30)])
-    monkeypatch.setattr(launch, "_POLL_S", 0.02)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(bench, "_provenance", lambda: (ENVIRONMENT, Git(commit=None, dirty=None), ["dsv4lab"]))
-    monkeypatch.setattr(bench, "clocks_now", lambda: None)
-    monkeypatch.setattr(campaign, "LEGS", {name: replace(leg, concurrency=(1, 2)) for name, leg in LEGS.items()})
-    monkeypatch.setattr(campaign, "TRACED_BATCH", 2)
-    monkeypatch.delenv(guard.API_KEY, raising=False)
-
+pytest_plugins = ["one_h200"]
+pytestmark = pytest.mark.usefixtures("one_h200")
 
 LEGS = campaign.LEGS
 
 
-@pytest.fixture
-def plan(tmp_path) -> Plan:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    return Plan(out=tmp_path / "out", shape=Shape(8, 4), waves=3, warm_up=2, port=port)
+@pytest.fixture(autouse=True)
+def two_concurrencies(monkeypatch):
+    monkeypatch.setattr(campaign, "LEGS", {name: replace(leg, concurrency=(1, 2)) for name, leg in LEGS.items()})
+    monkeypatch.setattr(campaign, "TRACED_BATCH", 2)
 
 
 def walk(plan: Plan, *stages: str) -> tuple[bool, list[str]]:
@@ -144,7 +118,7 @@ def test_without_a_trace_the_numbers_stay(plan, monkeypatch):
 def test_the_budget_ends_a_campaign_between_stages_and_within_them(plan, monkeypatch):
     good, said = walk(replace(plan, budget_s=1.0), "native")
     assert not good and "not begun, the time is over" in said[0]
-    monkeypatch.setattr(campaign, "_LEAST_S", 0.5)
+    monkeypatch.setattr(campaign, "LEAST_S", 0.5)
     cut = replace(plan, shape=Shape(8, 400), waves=1, budget_s=3.6)  # 400 tokens take 2 s and more
     good, said = walk(cut, "native")
     assert not good and any("native: cut off, the time is over" in text for text in said)

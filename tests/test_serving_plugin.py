@@ -37,7 +37,7 @@ def test_a_setting_says_what_is_active():
     [
         ("attention", "'attention' must read name=value"),
         ("attention=", "'attention=' must read name=value"),
-        ("atention=mma", "there is no 'atention'; known: attention, indexer, topk, mhc, sm120_path, version"),
+        ("atention=mma", "there is no 'atention'; known: attention, indexer, topk, mhc, sm120_path, weights, version"),
         ("attention=flash", "attention must be one of stock, simt, mma, split_k, got 'flash'"),
         ("topk=triton,topk=stock", "topk is given twice"),
     ],
@@ -68,6 +68,8 @@ def test_a_release_is_hooked_where_it_looks(version):
         for target in hook.targets:
             function = contract["functions"][target]
             assert function["lookups"] or any(call["file"] == function["file"] for call in function["calls"])
+    if release.weights:
+        assert contract["functions"][release.weights.targets[0]]["parameters"][0] == "model"
     assert contract["functions"][release.layer_forward]["parameters"][:5] == ["self", "q", "k", "v", "layer"]
 
 
@@ -304,6 +306,17 @@ def test_a_hook_leaves_a_receipt_of_its_first_call(monkeypatch, sglang, tmp_path
     (live,) = [receipt for receipt in receipts.read(tmp_path) if receipt.kind == "live"]
     assert (live.hook, live.impl, live.rank, live.pid) == ("topk", "triton", 0, os.getpid())
     assert live.arguments["0"] == "float32[2, 600]" and live.arguments["3"] == "int32[2, 512]"
+
+
+def test_random_weights_are_drawn_where_sglang_draws_its_dummy_ones(monkeypatch, sglang, tmp_path):
+    sglang("0.5.14")
+    assert registered(monkeypatch, "weights=random") == ""
+    model = torch.nn.Linear(64, 32, bias=False)
+    found("srt.model_loader.weight_utils.initialize_dummy_weights")(model)
+    assert model.weight.detach().std() == pytest.approx(1 / 8, rel=0.1)
+    assert receipts.missing(receipts.read(tmp_path), {"weights": "random"}, 1) == []
+    sglang("0.5.13.post1")
+    assert "sglang 0.5.13.post1 draws its weights after it has processed" in registered(monkeypatch, "weights=random")
 
 
 def test_the_forced_path_is_proven_by_the_stock_attention_being_called(monkeypatch, sglang, tmp_path):

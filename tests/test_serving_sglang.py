@@ -47,7 +47,7 @@ def hooked(torchvision):
     """SGLang with all our kernels in its place, for the rest of this process."""
     from sglang.version import __version__
 
-    setting = settings.parse("attention=split_k,indexer=triton,topk=triton,sm120_path=forced")
+    setting = settings.parse("attention=split_k,indexer=triton,topk=triton,sm120_path=forced,weights=random")
     plugin.install(setting, __version__)
     return releases.find(__version__)
 
@@ -55,7 +55,9 @@ def hooked(torchvision):
 def test_the_real_registry_puts_ours_where_sglang_looks(hooked):
     from sglang.srt.layers.attention import deepseek_v4_backend
     from sglang.srt.layers.attention.dsv4 import indexer
+    from sglang.srt.model_loader import loader
 
+    assert loader.initialize_dummy_weights is plugin._resolve(hooked.weights.targets[0])
     assert getattr(deepseek_v4_backend, "_is_sm120", True)  # later releases ask whenever they need to know
     assert plugin._resolve(hooked.sm120_path.targets[0])() is True
     for target in (*hooked.attention.targets, *hooked.indexer.targets, *hooked.topk.targets):

@@ -39,20 +39,30 @@ def assert_right(out, x, w, scale=1.0, bias=0.0):
     assert numerics.relative_error(out, scale * (x.double() @ w.double().T) + bias) < 1e-5
 
 
+def rows(config, M):
+    """M, or 2 where a block has one output and interpreting M rows of them takes M times as long."""
+    return min(M, 2) if isinstance(config, Dot) and DEVICE == "cpu" else M
+
+
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
 @pytest.mark.parametrize(
     ("M", "N", "K", "weights"), [(1, 24, 256, torch.bfloat16), (18, 19, 264, torch.float32), (7, 1, 8, torch.bfloat16)]
 )
 def test_every_way_to_split_and_to_combine(config, M, N, K, weights):
-    x, w, bias = operands(M, N, K, weights)
-    assert_right(product(x, w, config=config), x, w)
+    x, w, bias = operands(rows(config, M), N, K, weights)
     assert_right(product(x, w, config=config, scale=0.25, bias=bias), x, w, 0.25, bias)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
+def test_a_bias_is_optional(config):
+    x, w, _ = operands(2, 3, 136)
+    assert_right(product(x, w, config=config), x, w)
 
 
 @pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32])
 def test_the_table_is_right_for_any_number_of_rows(weights):
     for M in (1, 4, 5, 17, 129):
-        x, w, _ = operands(M, 5, 64, weights)
+        x, w, _ = operands(M, 3, 64, weights)
         assert_right(product(x, w), x, w)
 
 
@@ -74,20 +84,20 @@ def test_large_values_do_not_overflow_on_the_way():
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
 def test_bitwise_the_same_in_every_run(config):
-    x, w, _ = operands(17, 5, 512)
+    x, w, _ = operands(rows(config, 17), 5, 512)
     first = product(x, w, config=config)
     for _ in range(1 if DEVICE == "cpu" else 50):
         assert numerics.bitwise_equal(product(x, w, config=config), first)
 
 
 def test_rows_do_not_depend_on_each_other():
-    x, w, _ = operands(9, 6, 256)
+    x, w, _ = operands(4, 3, 256)
     poisoned = x.clone()
-    poisoned[3] = float("nan")
+    poisoned[2] = float("nan")
     for config in CONFIGS:
         clean, dirty = product(x, w, config=config), product(poisoned, w, config=config)
-        others = [row for row in range(9) if row != 3]
-        assert numerics.bitwise_equal(dirty[others], clean[others]) and dirty[3].isnan().all()
+        others = [0, 1, 3]
+        assert numerics.bitwise_equal(dirty[others], clean[others]) and dirty[2].isnan().all()
 
 
 def test_no_rows_is_no_launch():

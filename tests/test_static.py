@@ -10,7 +10,7 @@ import triton
 
 from dsv4lab import hardware, static
 
-STEMS = ("sparse_mla", "mqa_logits", "topk", "skinny_gemm", "hc_pre")
+STEMS = ("sparse_mla", "mqa_logits", "topk", "skinny_gemm", "hc_pre", "norm_rope")
 
 
 MULTIPLYING = {"split_k_kernel", "logits_kernel", "split_kernel"}

@@ -64,7 +64,7 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: Arguments) -> None:
     capturing = _capturing()
     if (capturing or _freezes) and not is_warm(kernel, grid, arguments):
         reason = "the current stream is capturing a CUDA graph" if capturing else "kernels are frozen"
-        raise ColdKernel(f"{reason} and {_name(kernel)} is not warm; warm up this call before: {_describe(arguments)}")
+        raise ColdKernel(f"{reason} and {_name(kernel)} is not warm; warm up this call before: {named(arguments)}")
     kernel[grid](**arguments)
 
 
@@ -73,7 +73,7 @@ def warm(kernel: Any, grid: tuple[int, ...], arguments: Arguments) -> None:
     if triton.knobs.runtime.interpret or is_warm(kernel, grid, arguments):
         return
     if _freezes or _capturing():
-        raise ColdKernel(f"too late to warm up {_name(kernel)}: {_describe(arguments)}")
+        raise ColdKernel(f"too late to warm up {_name(kernel)}: {named(arguments)}")
     plain, arguments = _tuned(kernel, arguments) or (None, None)
     if plain is None:
         raise ValueError(f"kernel {_name(kernel)} has to be tuned by a launch first: give it one config to warm it up")
@@ -131,7 +131,8 @@ def _name(kernel: Any) -> str:
     return kernel.__name__
 
 
-def _describe(arguments: Arguments) -> str:
+def named(arguments: Arguments) -> str:
+    """Arguments as messages name them: tensors by dtype and shape."""
     return ", ".join(f"{name}={_short(value)}" for name, value in arguments.items())
 
 

@@ -17,7 +17,12 @@ from types import ModuleType
 
 import torch
 
-PEERS = {"sparse_mla_decode": ("flashmla", "stock_simt"), "mqa_logits": ("deepgemm",)}
+PEERS = {
+    "sparse_mla_decode": ("flashmla", "stock_simt"),
+    "mqa_logits": ("deepgemm",),
+    "skinny_gemm": ("deepgemm_prenorm",),
+    "hc_pre": ("stock_mhc", "tilelang_mhc", "deepgemm_mhc"),
+}
 
 
 def peers_of(experiment: str) -> list[ModuleType]:

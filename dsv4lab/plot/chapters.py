@@ -29,14 +29,15 @@ def read_run(experiment: str, file: str, directory: Path | str | None = None) ->
 
 
 def provenance(*runs: Sequence[Record]) -> pd.DataFrame:
-    """Where runs come from: a column each, under the name of its experiment."""
-    return pd.DataFrame({run[0].experiment: _origin(run) for run in runs})
+    """Where runs come from: a column each, under the name of its experiment, which two of them may share."""
+    return pd.concat([pd.Series(_origin(run), name=run[0].experiment) for run in runs], axis=1)
 
 
 def _origin(run: Sequence[Record]) -> dict[str, str]:
     last, env = run[-1], run[-1].env
     clocks = [clock["sm_mhz"] for r in run for clock in (r.clocks.before, r.clocks.after) if clock]
-    strained = [r.check["error"] / (r.check["tolerance"] or 1.0) for r in run if r.config]  # exact: an error of 0 of 0
+    # exact results have an error of 0 of 0, and what is not a measurement has none
+    strained = [r.check["error"] / (r.check["tolerance"] or 1.0) for r in run if r.config and "error" in r.check]
     commit = last.git.commit[:12] if last.git.commit else "not committed then"
     return {
         "record file": last.file,
@@ -45,10 +46,10 @@ def _origin(run: Sequence[Record]) -> dict[str, str]:
         "driver, CUDA": f"{env.driver}, {env.cuda}",
         "python, torch, triton": f"{env.python}, {env.torch}, {env.triton}",
         "commit": f"{commit} with local changes" if last.git.commit and last.git.dirty else commit,
-        "kernel source (sha256)": next(r.kernel_sha256 for r in run if r.kernel_sha256)[:12],
+        "kernel source (sha256)": next((r.kernel_sha256[:12] for r in run if r.kernel_sha256), "none of ours"),
         "rivals": ", ".join(sorted({r.config["package"] for r in run if "package" in r.config})) or "none",
         "SM clock (MHz)": f"{min(clocks):.0f} to {max(clocks):.0f}" if clocks else "unknown",
-        "largest error / its tolerance": number(max(strained)),
+        "largest error / its tolerance": number(max(strained)) if strained else "nothing of this kind",
     }
 
 

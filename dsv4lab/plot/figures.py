@@ -52,6 +52,15 @@ def time_against(
     return _closed(figure)
 
 
+def lines_against(
+    panels: Mapping[str, Sequence[tuple[Look, pd.Series]]], xlabel: str, ylabel: str, title: str | None = None
+) -> Figure:
+    """Lines over whole numbers, which are their indices, on log scales; a panel for each name."""
+    with styled():
+        figure, _ = _panels(panels, ylabel, title, xlabel)
+    return _closed(figure)
+
+
 def megabytes_against(megabytes: pd.DataFrame, xlabel: str, title: str | None = None) -> Figure:
     """Memory traffic (MB) against the index of the table, a line for each column, which is an implementation."""
     with styled():
@@ -143,7 +152,8 @@ def _label(axes: Axes, lines: Sequence[tuple[Look, pd.Series]]) -> None:
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high - low < 3 else (1,)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.10g}"))
     axes.yaxis.set_minor_locator(NullLocator())
-    ends = [(each, series.dropna().index[-1], series.dropna().iloc[-1]) for each, series in lines]
+    named = [(each, series.dropna()) for each, series in lines if each.label]
+    ends = [(each, series.index[-1], series.iloc[-1]) for each, series in named]
     heights = _apart([(np.log10(y) - low) / (high - low) for _, _, y in ends])
     for (each, x, y), height in zip(ends, heights, strict=True):
         where = {"xy": (x, y), "xytext": (1.02, height), "textcoords": "axes fraction"}

@@ -38,7 +38,39 @@ INDEXER = {
     "fused": Look("Triton, fused", SKY, "^"),
     "deepgemm": Look("DeepGEMM", GREEN, "v"),
 }
-LOOKS = ATTENTION | INDEXER | {"floor": Look("roofline floor", GREY, "", "--")}
+PRODUCTS = {
+    "split_k": ATTENTION["split_k"],
+    "fp32": Look("FP32, as forced", VERMILLION, "D"),
+    "bf16": Look("cuBLAS bf16", ORANGE, "s"),
+    "split_k_w32": Look("split-K, FP32 weights", SKY, "^"),
+    "deepgemm_prenorm": Look("DeepGEMM TF32", GREEN, "v"),
+}
+MHC = {
+    "split_k": ATTENTION["split_k"],
+    "stock_mhc": Look("SGLang, sm_120 path", VERMILLION, "D"),
+    "tilelang_mhc": Look("SGLang, TileLang", PURPLE, "X"),
+    "deepgemm_mhc": Look("SGLang, DeepGEMM", GREEN, "v"),
+    "split_k_bf16": Look("split-K, bf16 weights", SKY, "^"),
+}
+FLIP = {
+    "fp32": PRODUCTS["fp32"],
+    "split_k": ATTENTION["split_k"],
+    "bf16_fp32_out": Look("bf16 in, FP32 out", GREEN, "v"),
+    "bf16": PRODUCTS["bf16"],
+    "bf16_dequantised": Look("bf16, keys scaled first", PURPLE, "X"),
+}
+ALL_REDUCE = {
+    "nccl": Look("NCCL", BLACK, "s"),
+    "nccl_ring_ll": Look("NCCL ring LL", VERMILLION, "D"),
+    "nccl_ring_simple": Look("NCCL ring Simple", BLUE, "o"),
+    "nccl_ring_ll128": Look("NCCL ring LL128", ORANGE, "P"),
+    "nccl_tree_ll": Look("NCCL tree LL", VERMILLION, "<", ":"),
+    "nccl_tree_simple": Look("NCCL tree Simple", BLUE, ">", ":"),
+    "one_shot": Look("one-shot", GREEN, "v"),
+    "two_shot": Look("two-shot", SKY, "^"),
+    "gloo": Look("gloo", GREY, "X"),
+}
+LOOKS = ATTENTION | INDEXER | PRODUCTS | MHC | FLIP | ALL_REDUCE | {"floor": Look("roofline floor", GREY, "", "--")}
 
 
 def look(impl: str) -> Look:

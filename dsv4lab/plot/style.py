@@ -34,6 +34,12 @@ def save(figure: Figure, name: str, directory: Path | str | None = None) -> list
     return [_write_changed(directory / f"{name}.{kind}", _rendered(figure, kind)) for kind in FORMATS]
 
 
+def svg(figure: Figure) -> str:
+    """The figure as an element that a web page can hold."""
+    text = _rendered(figure, "svg").decode()
+    return text[text.index("<svg") :]
+
+
 def _rendered(figure: Figure, kind: str) -> bytes:
     buffer = BytesIO()
     with styled():

@@ -246,13 +246,14 @@ def line(
     check: dict[str, Any],
     result: dict[str, float | None],
     server: dict[str, Any],
+    experiment: str = EXPERIMENT,
     seed: int = 0,
     clocks: Clocks | None = None,
 ) -> Record:
     """A record of a server, paths cut; `config` carries the stage, by which the implementation is called."""
     env, git, argv = _provenance()
     return Record(
-        experiment=EXPERIMENT,
+        experiment=experiment,
         case=case,
         impl=config["stage"],
         config=config,

@@ -10,7 +10,6 @@
 What is done is not done again, so that a run can be cut off, and continued on another machine with the same folder.
 """
 
-import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +26,7 @@ from dsv4lab.trace import reduced
 
 GRAPHS_OFF = "--disable-cuda-graph"
 TRACED_BATCH = 32
-_LEAST_S = 30.0
+LEAST_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,7 @@ class Plan:
             port=self.port,
             flags=(GRAPHS_OFF,) if eager else (),
             run=self.out / "runs" / (f"{stage}_eager" if eager else stage),
-            timeout_s=max(min(self.start_s, self.left), _LEAST_S),
+            timeout_s=max(min(self.start_s, self.left), LEAST_S),
         )
 
 
@@ -116,8 +115,7 @@ def describe(plan: Plan, stages: Iterable[str]) -> Iterable[str]:
     for stage in stages:
         for eager in (False, True) if plan.eager and LEGS[stage].eager else (False,):
             config = plan.config(stage, eager=eager)
-            given = [f"{name}={value}" for name, value in config.environment(config.run).items()]
-            yield f"{config.run.name}: {shlex.join(['env', *given, *Server.command, *config.argv(config.model)])}"
+            yield f"{config.run.name}: {config.command_line}"
 
 
 def run(plan: Plan, stages: Sequence[str], say: Callable[[str], None] = print) -> bool:
@@ -133,7 +131,7 @@ def run(plan: Plan, stages: Sequence[str], say: Callable[[str], None] = print) -
         ):
             if asked and there:
                 tell("done before")
-            elif asked and plan.left < _LEAST_S:
+            elif asked and plan.left < LEAST_S:
                 tell("not begun, the time is over")
             elif asked:
                 run_it()
@@ -146,12 +144,16 @@ def _join(plan: Plan) -> Iterator[Path]:
     """Puts all records there are into one new file for each GPU."""
     lines = [line for stage in LEGS for line in _read(plan, stage)]
     for gpu in {line.env.gpu for line in lines}:
-        of_gpu = [line for line in lines if line.env.gpu == gpu]
-        try:
-            yield records.write(of_gpu, bench.EXPERIMENT, plan.out / "records")
-        except FileExistsError:  # of this second
-            time.sleep(1)
-            yield records.write(of_gpu, bench.EXPERIMENT, plan.out / "records")
+        yield store([line for line in lines if line.env.gpu == gpu], bench.EXPERIMENT, plan.out / "records")
+
+
+def store(lines: Sequence[Record], experiment: str, folder: Path) -> Path:
+    """`records.write`, a second later where a file of this second is there."""
+    try:
+        return records.write(lines, experiment, folder)
+    except FileExistsError:
+        time.sleep(1)
+        return records.write(lines, experiment, folder)
 
 
 def done(plan: Plan, stage: str) -> bool:

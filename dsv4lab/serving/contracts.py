@@ -48,15 +48,9 @@ def snapshot(wheel: Path) -> dict:
     rank_heads: "first" or "in place", where a padded call carries the heads of a tensor-parallel rank.
     environment: the default of each variable that the table sets.
     """
-    with ZipFile(wheel) as archive:
-        sources = {
-            name: archive.read(name).decode("utf-8")
-            for name in archive.namelist()
-            if name.startswith("sglang/") and name.endswith(".py")
-        }
-    version = re.match(r"sglang-([^-]+)-", wheel.name)[1]
+    version, sources = read_wheel(wheel)
     release = releases.find(version)
-    hooks = release.attention, release.indexer, release.topk, release.mhc
+    hooks = [h for h in (release.attention, release.indexer, release.topk, release.mhc, release.weights) if h]
     targets = [target for hook in hooks for target in hook.targets] + [release.layer_forward]
     variables = {variable for hook in hooks for variable in hook.environment}
     return {
@@ -66,6 +60,14 @@ def snapshot(wheel: Path) -> dict:
         "sm120_probe": _has_name(sources, release.sm120_path.targets[0]),
         "functions": {target: _function(sources, target) for target in targets},
     }
+
+
+def read_wheel(wheel: Path) -> tuple[str, dict[str, str]]:
+    """The version of an SGLang wheel, and its Python sources by their paths."""
+    with ZipFile(wheel) as archive:
+        names = [name for name in archive.namelist() if name.startswith("sglang/") and name.endswith(".py")]
+        sources = {name: archive.read(name).decode("utf-8") for name in names}
+    return re.match(r"sglang-([^-]+)-", wheel.name)[1], sources
 
 
 def _function(sources: dict[str, str], target: str) -> dict:

@@ -8,6 +8,7 @@ The server lives in a process group of its own under a `guard`, which ends it wh
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -113,6 +114,12 @@ class Config:
             "PYTHONPATH": arguments.python_path(run / _METADATA),
         }
         return self.from_preset.environment | ours
+
+    @property
+    def command_line(self) -> str:
+        """What `run` is started with, as a shell would take it."""
+        given = [f"{name}={value}" for name, value in self.environment(self.run).items()]
+        return shlex.join(["env", *given, *Server.command, *self.argv(self.model)])
 
 
 class Server:

@@ -48,6 +48,8 @@ def install(setting: Setting, installed: str) -> None:
             f"attention={setting.attention} replaces SGLang's sm_120 attention, which this GPU does not take; "
             "sm120_path=forced makes it"
         )
+    if setting.weights != settings.STOCK and release.weights is None:
+        raise ValueError(f"weights={setting.weights}: sglang {installed} draws its weights after it has processed them")
     snapshot = contracts.read(setting.version or installed)
     hooked = [release.sm120_path.targets[0]] if setting.sm120_path != settings.STOCK else []
     for name, hook in _asked(setting, release):
@@ -92,6 +94,10 @@ def _replacements(setting: Setting, release: Release, installed: str) -> Iterato
     if setting.mhc != settings.STOCK:
         ours = adapters.mhc_pre(setting.mhc, functools.cache(lambda: _resolve(release.sinkhorn)))
         yield release.mhc.targets[0], _proven("mhc", setting.mhc, installed, ours), True
+    if setting.weights != settings.STOCK:
+        from dsv4lab.serving import weights
+
+        yield release.weights.targets[0], _proven("weights", setting.weights, installed, weights.fill), False
 
 
 def _select_path(name: str, impl: str, hook: Hook) -> None:

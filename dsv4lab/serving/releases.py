@@ -26,7 +26,8 @@ class Hook:
 @dataclass(frozen=True)
 class Release:
     """One SGLang release. rank_function: a padded call carries a rank's heads at their place among all, which this
-    function's rank tells; "" where they come first. sinkhorn: what MHC-pre leaves its mixing weights to.
+    function's rank tells; "" where they come first. sinkhorn: what MHC-pre leaves its mixing weights to. weights: what
+    draws dummy weights before they are processed; None where that comes after.
     """
 
     attention: Hook
@@ -36,6 +37,7 @@ class Release:
     mhc: Hook = Hook(("srt.models.deepseek_v4.DeepseekV4DecoderLayer.hc_pre",))
     sinkhorn: str = "srt.layers.mhc.hc_split_sinkhorn"
     sm120_path: Hook = Hook(("srt.utils.common.is_sm120_supported",))
+    weights: Hook | None = Hook(("srt.model_loader.weight_utils.initialize_dummy_weights",))
     layer_forward: str = "srt.layers.attention.deepseek_v4_backend.DeepseekV4AttnBackend.forward"
     """The method through which every attention call passes, with the layer that knows how many heads are the rank's."""
 
@@ -49,7 +51,7 @@ _MOVED_SINKHORN = "kernels.ops.layernorm.mhc.hc_split_sinkhorn"
 _SRT, _OPS = Hook((_ATTENTION,), _PREFILL), Hook((_MOVED,), _PREFILL)
 
 RELEASES = {
-    "0.5.13.post1": Release(_SRT, **_OLD, rank_function="srt.layers.dp_attention.get_attention_tp_rank"),
+    "0.5.13.post1": Release(_SRT, **_OLD, rank_function="srt.layers.dp_attention.get_attention_tp_rank", weights=None),
     "0.5.14": Release(_SRT, **_OLD),
     "0.5.15.post1": Release(_SRT, **_OLD),
     # on sm_120 it always sets SGLANG_OPT_USE_TILELANG_INDEXER, so that the TileLang kernel is what must be hooked

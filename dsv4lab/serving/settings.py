@@ -10,6 +10,7 @@ CHOICES = {
     "topk": (STOCK, "triton"),
     "mhc": (STOCK, "bf16", "split_k", "split_k_bf16"),
     "sm120_path": (STOCK, "forced"),
+    "weights": (STOCK, "random"),
 }
 
 
@@ -17,7 +18,8 @@ CHOICES = {
 class Setting:
     """One of `CHOICES` for each hook; `version`: the SGLang release to treat an unknown one as.
 
-    sm120_path "forced": SGLang takes the code path of sm_120 on whatever GPU there is.
+    sm120_path "forced": SGLang takes the code path of sm_120 on whatever GPU there is. weights "random": in place of
+    SGLang's dummy weights, such as give an answer something to depend on.
     """
 
     attention: str = STOCK
@@ -25,6 +27,7 @@ class Setting:
     topk: str = STOCK
     mhc: str = STOCK
     sm120_path: str = STOCK
+    weights: str = STOCK
     version: str = ""
 
     def __post_init__(self):

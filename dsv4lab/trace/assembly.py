@@ -9,17 +9,28 @@ import numpy as np
 import pandas as pd
 
 from dsv4lab.files import without_folders
-from dsv4lab.trace.frames import Trace, concat, constant, events_frame, marks_frame, matching, text_column
+from dsv4lab.trace.frames import (
+    UNKNOWN,
+    Codes,
+    Trace,
+    concat,
+    constant,
+    events_frame,
+    marks_frame,
+    matching,
+    text_column,
+)
 
 UNREADABLE = np.iinfo(np.int64).min
 """A time that is no number."""
 
-GRAPH_LAUNCH = re.compile(r"graph_?launch", re.IGNORECASE)
+GRAPH_LAUNCH = re.compile(r"graph[_ ]?launch", re.IGNORECASE)
 UNSEEN_GRAPH = "graph launch outside the trace"
 OF_LAUNCH = ("op", "parents", "shapes", "dtypes", "strides", "stack")
-_LAUNCH = re.compile(r"launch|memcpy|memset", re.IGNORECASE)
+_LAUNCH = re.compile(r"launch|memcpy|memset|begincapture", re.IGNORECASE)
 _SYNC = re.compile(r"synchronize", re.IGNORECASE)
-_GPU = ("kernel", "memcpy", "memset")
+_GPU = {"kernel": "kernel", "graph": "kernel", "memcpy": "memcpy", "memset": "memset"}
+_MINUTE = 60_000_000_000  # ns
 DEPTH = 24
 """How many ops or Python frames around a call are kept, innermost first."""
 _NOISE = re.compile(r"<built-in|^nn\.Module|^torch/|/torch/|^contextlib\.py|^threading\.py|^<frozen")
@@ -29,30 +40,33 @@ def assembled(frames: dict[str, pd.DataFrame], meta: dict[str, Any], lost: Count
     """One file's trace.
 
     Args:
-        frames: by kind (kernel, memcpy, memset, launch, op, python, cpu, gpu, sync), those there are, with ts and dur
-            in ns and the columns that the format gives; text dictionary-encoded.
+        frames: by kind (kernel, graph, memcpy, memset, launch, op, python, cpu, gpu), those there are, with ts and dur
+            in ns and the columns that the format gives; text dictionary-encoded. A graph is one as a whole, and counts
+            as a kernel.
         meta: what the file says of itself.
         lost: counts, added to.
     """
+    frames = {kind: _sound(frame, kind in _GPU, lost) for kind, frame in frames.items()}
     frames = {kind: frame for kind, frame in frames.items() if len(frame)}
     latest = max((int((f["ts"] + f["dur"]).max()) for kind, f in frames.items() if kind not in _GPU), default=None)
-    gpu = [_gpu(kind, _sound(frames[kind], lost), meta) for kind in _GPU if kind in frames]
+    gpu = [_gpu(kind, frames[each], meta) for each, kind in _GPU.items() if each in frames]
     events = concat(gpu) if gpu else events_frame({}, 0)
     events = events.iloc[np.argsort(events["ts"].to_numpy(), kind="stable")].reset_index(drop=True)
     events = _cut(events, latest, lost)
     calls = frames.get("launch")
-    launches = None if calls is None else _launches(calls, frames.get("op"), frames.get("python"))
+    calls = None if calls is None else calls[matching(calls["name"], _LAUNCH)]
+    launches = None if calls is None or calls.empty else _launches(calls, frames.get("op"), frames.get("python"))
     return Trace(_launched(events, launches), _marks(frames, meta), meta, +lost, launches)
 
 
-def _sound(frame: pd.DataFrame, lost: Counter[str]) -> pd.DataFrame:
+def _sound(frame: pd.DataFrame, on_gpu: bool, lost: Counter[str]) -> pd.DataFrame:
     """Without the events whose times say nothing."""
     ts, dur = frame["ts"].to_numpy(), frame["dur"].to_numpy()
-    faults = {
-        "GPU events without a readable time": (ts == UNREADABLE) | (dur == UNREADABLE),
-        "GPU events of negative duration": (dur < 0) & (dur != UNREADABLE),
-        "GPU events with start and duration 0": (ts == 0) & (dur == 0),
-    }
+    unreadable = (ts == UNREADABLE) | (dur == UNREADABLE)
+    faults = {f"{'GPU' if on_gpu else 'CPU'} events without a readable time": unreadable}
+    if on_gpu:
+        faults["GPU events of negative duration"] = (dur < 0) & ~unreadable
+        faults["GPU events with start and duration 0"] = (ts == 0) & (dur == 0)
     for fault, rows in faults.items():
         lost[fault] += int(rows.sum())
     bad = np.logical_or.reduce(list(faults.values()))
@@ -60,17 +74,21 @@ def _sound(frame: pd.DataFrame, lost: Counter[str]) -> pd.DataFrame:
 
 
 def _gpu(kind: str, frame: pd.DataFrame, meta: dict[str, Any]) -> pd.DataFrame:
-    columns = {name: frame[name].array for name in frame}
+    columns = {name: _used(frame[name].array) for name in frame}
     columns |= {"kind": constant(kind, len(frame)), "rank": np.full(len(frame), int(meta.get("rank") or 0))}
     return events_frame(columns, len(frame))
+
+
+def _used(values: pd.api.extensions.ExtensionArray) -> pd.api.extensions.ExtensionArray:
+    return values.remove_unused_categories() if isinstance(values, pd.Categorical) else values
 
 
 def _cut(events: pd.DataFrame, latest: int | None, lost: Counter[str]) -> pd.DataFrame:
     """With durations cut that cannot be.
 
     A stream runs its kernels in order and, outside of graphs, at most two at once: one that still runs when the second
-    after it starts has its end at the start of the next. One that ends later after everything else than everything else
-    took together ends with it.
+    after it starts has its end at the start of the next. One that ends more than a minute after everything else ends
+    with it.
     """
     stream = events.groupby(["device", "stream"], sort=False)["ts"]
     following, second = stream.shift(-1), stream.shift(-2)
@@ -80,17 +98,16 @@ def _cut(events: pd.DataFrame, latest: int | None, lost: Counter[str]) -> pd.Dat
     dur = dur.mask(overlong, (following - ts).fillna(0).astype(np.int64))
     if latest is not None and len(events):
         end = max(latest, int(ts.max()))
-        beyond = ts + dur > end + (end - int(ts.min()))
+        beyond = ts + dur > end + _MINUTE
         dur = dur.mask(beyond, end - ts)
         overlong |= beyond
-    lost["GPU events whose duration was cut: they ran past others of their stream or past the trace"] += overlong.sum()
+    lost["GPU events cut short that ran past others of their stream or past the trace"] += int(overlong.sum())
     return events.assign(dur=dur) if overlong.any() else events
 
 
 def _launches(calls: pd.DataFrame, ops: pd.DataFrame | None, python: pd.DataFrame | None) -> pd.DataFrame:
     """The calls that launch work, in order, with the op and the Python frames around each."""
-    calls = calls[matching(calls["name"], _LAUNCH) & (calls["ts"] != UNREADABLE)].sort_values("ts", kind="stable")
-    calls = calls.reset_index(drop=True)
+    calls = calls.sort_values("ts", kind="stable", ignore_index=True)
     columns: dict[str, Any] = {name: constant("", len(calls)) for name in OF_LAUNCH}
     if ops is not None:
         spans = _Spans(ops)
@@ -108,7 +125,6 @@ class _Spans:
     """Spans of time that nest within each thread, sorted so that each comes after those around it."""
 
     def __init__(self, frame: pd.DataFrame) -> None:
-        frame = frame[frame["ts"] != UNREADABLE]
         order = np.lexsort((-frame["dur"], frame["ts"], frame["tid"]))
         self.frame = frame.iloc[order].reset_index(drop=True)
         self._ends = (self.frame["ts"] + self.frame["dur"]).to_numpy()
@@ -117,7 +133,8 @@ class _Spans:
     def _find_parents(self) -> np.ndarray:
         parents, around = [], []
         last = None
-        for i, (tid, ts, end) in enumerate(zip(self.frame["tid"], self.frame["ts"], self._ends, strict=True)):
+        columns = (self.frame["tid"].tolist(), self.frame["ts"].tolist(), self._ends.tolist())
+        for i, (tid, ts, end) in enumerate(zip(*columns, strict=True)):
             if tid != last:
                 around, last = [], tid
             while around and around[-1][0] <= ts and around[-1][0] < end:
@@ -166,35 +183,30 @@ def _source_line(frame: str) -> str:
 
 def _picked(column: pd.Series, rows: np.ndarray) -> pd.Categorical:
     """The text at each row; empty where that is -1."""
-    texts = [*column.cat.categories, ""]
-    codes = np.where(rows >= 0, column.cat.codes.to_numpy()[rows] if len(column) else 0, len(texts) - 1)
-    if "" in column.cat.categories:
-        texts.pop()
-        codes = np.where(rows >= 0, codes, column.cat.categories.get_loc(""))
-    return pd.Categorical.from_codes(codes, categories=pd.Index(texts, dtype=object)).remove_unused_categories()
+    texts = Codes(column.cat.categories)
+    nothing = texts[""]
+    codes = np.append(column.cat.codes.to_numpy(), nothing)[rows].astype(np.int32)
+    return texts.column(codes).remove_unused_categories()
 
 
 def _launched(events: pd.DataFrame, launches: pd.DataFrame | None) -> pd.DataFrame:
-    """The events with what is known of the calls that launched them."""
-    known = events["correlation"] >= 0
-    kernels = events["kind"] == "kernel"
-    shared = (kernels & known & events["correlation"].where(kernels, -1).duplicated(keep=False)).to_numpy()
+    """The events with what is known of the calls that launched them; of a replay's, no op, whatever is around it."""
     if launches is None:
-        columns = {"launch": pd.Categorical(np.where(shared, UNSEEN_GRAPH, ""))}
-        rows = np.full(len(events), -1)
-        replayed = shared
-    else:
-        first = launches[(launches["correlation"] >= 0) & ~launches["correlation"].duplicated()]
-        rows = pd.Index(first["correlation"]).get_indexer(events["correlation"].where(known, -2))
-        columns = {name: _picked(first[name], rows) for name in OF_LAUNCH}
-        replayed = matching(first["name"], GRAPH_LAUNCH)[rows] & (rows >= 0) | shared & (rows < 0)
-        launch = _picked(first["name"], rows)
-        launch = launch.add_categories([UNSEEN_GRAPH]) if UNSEEN_GRAPH not in launch.categories else launch
-        launch[shared & (rows < 0)] = UNSEEN_GRAPH
-        columns["launch"] = launch.remove_unused_categories()
-        columns["launch_ts"] = np.where(rows >= 0, first["ts"].to_numpy()[rows], -1)
-    op = pd.Series(columns.get("op", constant("", len(events)))).astype(object).mask(replayed)
-    return events.assign(**columns | {"op": text_column(op.where(op.notna(), None).tolist())})
+        none = constant("", 0)
+        launches = pd.DataFrame({"correlation": [], "ts": [], "name": none} | dict.fromkeys(OF_LAUNCH, none))
+    kernels, correlation = events["kind"] == "kernel", events["correlation"]
+    first = launches[(launches["correlation"] >= 0) & ~launches["correlation"].duplicated()]
+    rows = pd.Index(first["correlation"]).get_indexer(correlation.where(correlation >= 0, -2))
+    many = kernels & (correlation >= 0) & correlation.where(kernels, -1).duplicated(keep=False)
+    launch = _picked(first["name"], rows).add_categories(UNSEEN_GRAPH)
+    launch[many.to_numpy() & (rows < 0)] = UNSEEN_GRAPH
+    replayed = matching(pd.Series(launch), GRAPH_LAUNCH)
+    columns = {name: _picked(first[name], np.where(replayed, -1, rows)) for name in OF_LAUNCH}
+    op = columns["op"]
+    columns["op"] = pd.Categorical.from_codes(np.where(replayed, -1, op.codes), categories=op.categories)
+    columns["launch"] = launch.remove_unused_categories()
+    columns["launch_ts"] = np.append(first["ts"].to_numpy(np.int64), UNKNOWN)[rows]
+    return events.assign(**columns)
 
 
 def _marks(frames: dict[str, pd.DataFrame], meta: dict[str, Any]) -> pd.DataFrame:
@@ -204,7 +216,6 @@ def _marks(frames: dict[str, pd.DataFrame], meta: dict[str, Any]) -> pd.DataFram
         found["sync"] = frames["launch"][matching(frames["launch"]["name"], _SYNC)]
     marks = []
     for kind, frame in found.items():
-        frame = frame[(frame["ts"] != UNREADABLE) & (frame["dur"] != UNREADABLE)]
         columns = {name: frame[name].array for name in ("ts", "dur", "tid", "name")}
         columns |= {"kind": constant(kind, len(frame)), "rank": np.full(len(frame), int(meta.get("rank") or 0))}
         marks.append(marks_frame(columns, len(frame)))

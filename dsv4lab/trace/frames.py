@@ -68,7 +68,7 @@ class Codes(defaultdict):
             _ = self[value]
 
     def encode(self, values: Iterable[Hashable]) -> np.ndarray:
-        return np.array([self[value] for value in values], dtype=np.int32)
+        return np.fromiter(map(self.__getitem__, values), dtype=np.int32)
 
     def column(self, codes: np.ndarray) -> pd.Categorical:
         return pd.Categorical.from_codes(codes, categories=pd.Index(list(self), dtype=object))
@@ -148,6 +148,11 @@ def matching(column: pd.Series, pattern: re.Pattern[str]) -> np.ndarray:
 
 def numbers(column: pd.Series) -> np.ndarray:
     """A grid or block column as int64 [rows, 3]; 0 where it is not known."""
-    values = [json.loads(text)[:3] if text else [] for text in column.cat.categories]
-    table = np.array([[0, 0, 0], *([*map(int, value), *[1] * (3 - len(value))] for value in values)], dtype=np.int64)
-    return table[column.cat.codes.to_numpy() + 1] * (column != "").to_numpy()[:, None]
+    table = np.array([_three(text) for text in column.cat.categories] + [[0, 0, 0]], dtype=np.int64)
+    return table[column.cat.codes.to_numpy()]
+
+
+def _three(text: str) -> list[int]:
+    sizes = json.loads(text) if text else []
+    whole = len(sizes) == 3 and all(isinstance(size, int) for size in sizes)
+    return sizes if whole else [0, 0, 0]

@@ -47,7 +47,7 @@ _END = re.compile(rb"\}\s*\]")
 _RAW = msgspec.Raw(b"")
 
 
-class _Args(msgspec.Struct, frozen=True):
+class _Args(msgspec.Struct, frozen=True, gc=False):
     """What is read of an event's args. Types are left open: one odd value must not cost the event."""
 
     device: Any = None
@@ -69,12 +69,12 @@ class _Args(msgspec.Struct, frozen=True):
 _NO_ARGS = _Args()
 
 
-class _Event(msgspec.Struct):
-    ph: Any = None
-    cat: Any = None
-    name: Any = None
-    pid: Any = None
-    tid: Any = None
+class _Event(msgspec.Struct, gc=False):
+    ph: str | None = None
+    cat: str | None = None
+    name: str | None = None
+    pid: int | float | str | None = None
+    tid: int | float | str | None = None
     ts: msgspec.Raw = _RAW
     dur: msgspec.Raw = _RAW
     args: _Args = _NO_ARGS
@@ -177,7 +177,11 @@ def _nanoseconds(value: bytes) -> int:
     return ns if abs(ns) < 2**62 else UNREADABLE
 
 
-def _integers(values: Sequence[Any]) -> np.ndarray:
+def _integers(values: list[Any]) -> np.ndarray:
+    if (missing := values.count(None)) == len(values):
+        return np.full(len(values), UNKNOWN)
+    if missing:
+        values = [UNKNOWN if value is None else value for value in values]
     try:
         return np.array(values, dtype=np.int64)
     except (TypeError, ValueError, OverflowError):
@@ -201,14 +205,14 @@ class _Tables:
     def add(self, events: Iterable[_Event]) -> None:
         by_kind: dict[str, list[_Event]] = defaultdict(list)
         for event in events:
-            if event.ph == "X" and (kind := KINDS.get(event.cat) or KINDS.get(str(event.cat).lower())):
+            if event.ph == "X" and (kind := KINDS.get(event.cat) or KINDS.get((event.cat or "").lower())):
                 by_kind[kind].append(event)
         for kind, of_kind in by_kind.items():
             self._put(
                 kind,
                 ts=nanoseconds([event.ts for event in of_kind]),
                 dur=nanoseconds([event.dur for event in of_kind]),
-                name=self._codes["text"].encode([str(event.name or "") for event in of_kind]),
+                name=self._codes["text"].encode([event.name or "" for event in of_kind]),
             )
             (self._add_gpu if kind in _GPU else self._add_cpu)(kind, of_kind, [event.args for event in of_kind])
 
@@ -237,7 +241,7 @@ class _Tables:
             self._put(kind, bytes=_integers([a.bytes for a in args]))
 
     def _add_cpu(self, kind: str, events: list[_Event], args: list[_Args]) -> None:
-        self._put(kind, tid=self._codes["thread"].encode([(str(event.pid), str(event.tid)) for event in events]))
+        self._put(kind, tid=self._codes["thread"].encode([(event.pid, event.tid) for event in events]))
         if kind == "launch":
             self._put(kind, correlation=_integers([a.correlation for a in args]))
         elif kind == "op":
@@ -290,11 +294,14 @@ def _meta(head: bytes, tail: bytes | None, lost: Counter[str]) -> dict[str, Any]
 
 
 def _chosen(found: dict[str, Any]) -> dict[str, Any]:
-    """The entries of a header that a report may need; others name users, hosts and jobs."""
-    devices, ranks = found.get("deviceProperties") or [], found.get("distributedInfo") or {}
-    meta: dict[str, Any] = {"format": "kineto", "base_ns": int(found.get("baseTimeNanoseconds") or 0)}
-    if devices and isinstance(devices[0], dict):
-        meta |= {"gpu": devices[0].get("name"), "sms": devices[0].get("numSms")}
-    if isinstance(ranks, dict) and "rank" in ranks:
-        meta |= {"rank": ranks["rank"], "world_size": ranks.get("world_size")}
+    """The entries of a header that a report may need, as far as they are sound; others name users, hosts and jobs."""
+    meta: dict[str, Any] = {"format": "kineto", "base_ns": max(0, _integer(found.get("baseTimeNanoseconds")))}
+    match found:
+        case {"deviceProperties": [{"name": str(gpu), "numSms": int(sms)}, *_]}:
+            meta |= {"gpu": gpu, "sms": sms}
+        case {"deviceProperties": [{"name": str(gpu)}, *_]}:
+            meta |= {"gpu": gpu}
+    match found:
+        case {"distributedInfo": {"rank": int(rank)}} if 0 <= rank < 2**31:
+            meta |= {"rank": rank}
     return meta

@@ -2,28 +2,34 @@
 
 from pathlib import Path
 
-from dsv4lab.trace import families, kineto, nsys, reduced, steps
+from dsv4lab.trace import attribution, families, kineto, nsys, reduced, steps
 from dsv4lab.trace.frames import Trace, TraceError, merge
 
 _SUFFIXES = (".json", ".json.gz", reduced.SUFFIX, ".sqlite")
 _SQLITE = b"SQLite format 3\0"
 
 
-def read(source: Path | str, rules: Path | None = None) -> Trace:
+def read(source: Path | str, rules: Path | None = None, capture: Path | None = None) -> Trace:
     """The trace in `source`: torch.profiler JSON (plain or gzip), an Nsight Systems sqlite export, a reduced trace, or
     a folder of them, one a rank.
 
     Args:
         rules: a file of family rules that go before the package's own.
+        capture: a trace of the same step run eagerly, or of its capture: gives graph replays their ops and shapes.
 
-    FileNotFoundError if there is no such file; TraceError if it is none of these or holds no GPU event.
+    FileNotFoundError if there is no such file; TraceError if it is none of these or holds no GPU kernel.
     """
     known = families.load(rules)
-    source = Path(source)
-    trace = merge(_numbered([_read(path) for path in _files(source)]))
-    if trace.events.empty:
-        raise TraceError(f"no GPU kernels in {source.name}: was the profiler told to record CUDA activities?")
-    return steps.cut(families.classified(trace, known))
+    trace = steps.cut(_merged(Path(source)))
+    if not (trace.events["kind"] == "kernel").any():
+        raise TraceError(f"no GPU kernels in {Path(source).name}: was the profiler told to record CUDA activities?")
+    if capture is not None:
+        trace = attribution.joined(trace, steps.cut(_merged(Path(capture))))
+    return families.classified(trace, known)
+
+
+def _merged(source: Path) -> Trace:
+    return merge(_numbered([_read(path) for path in _files(source)]))
 
 
 def reduce(source: Path | str, destination: Path | str, **about: object) -> Path:

@@ -7,12 +7,14 @@ referred to by number, times count from the first event. The same trace gives th
 import gzip
 import json
 from collections import Counter
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 import pandas as pd
 
+from dsv4lab import records
 from dsv4lab.files import without_folders, write_atomically
 from dsv4lab.trace.frames import (
     EVENT_INTEGERS,
@@ -29,8 +31,33 @@ from dsv4lab.trace.frames import (
 
 SUFFIX = ".trace.jsonl.gz"
 SCHEMA = 1
+Mode = Literal["graph", "eager"]
 _TIMES = ("ts", "launch_ts")
 _FRAMES = {"events": events_frame, "marks": marks_frame}
+
+
+def keep(trace: Trace, stage: str, mode: Mode, directory: Path | str | None = None, **about: Any) -> Path:
+    """Stores a stage of a campaign as <stage>_<mode>_<gpu>_<UTC time>.trace.jsonl.gz, in records/traces if not told
+    otherwise; what `newest` finds.
+
+    Args:
+        mode: "graph" for graph replays, "eager" for a trace with shapes.
+        about: kept with it, as batch=32.
+    """
+    if mode not in get_args(Mode):
+        raise ValueError(f"mode must be {' or '.join(get_args(Mode))}, got {mode!r}")
+    name = f"{stage}_{mode}_{records.gpu_slug(trace.meta.get('gpu'))}_{datetime.now(UTC):%Y%m%dT%H%M%SZ}{SUFFIX}"
+    return write(trace, _folder(directory) / name, stage=stage, mode=mode, **about)
+
+
+def newest(stage: str, mode: Mode, directory: Path | str | None = None) -> Path | None:
+    """The newest reduced trace of a stage, or None."""
+    found = _folder(directory).glob(f"{stage}_{mode}_*{SUFFIX}")
+    return max(found, key=lambda path: path.name.removesuffix(SUFFIX).rpartition("_")[2], default=None)
+
+
+def _folder(directory: Path | str | None) -> Path:
+    return records.root() / "traces" if directory is None else Path(directory)
 
 
 def write(trace: Trace, path: Path | str, **about: Any) -> Path:

@@ -1,50 +1,78 @@
-"""The report of one trace in a terminal, and as JSON."""
+"""The report of one trace, or of two compared: sections that a terminal and a web page show alike, and JSON."""
 
 import json
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
 
-from dsv4lab.trace import families, summary
+from dsv4lab.trace import steps, summary
+from dsv4lab.trace.compare import comparable, compared
 from dsv4lab.trace.frames import Trace
+from dsv4lab.trace.suspects import BLIND, NEED_SHAPES, Suspect, table, unseen
 
 _NOISE = re.compile(r"^void |\(anonymous namespace\)::|at::native::|c10::|std::")
+_WORDS = ("family", "name", "op", "shapes", "dtypes", "where", "cause", "verdict")
 ROWS = 25
-"""Rows of a table that a terminal gets; JSON has them all."""
+"""Rows of a table that are shown; JSON has them all."""
 
 
-def text(trace: Trace, by: summary.By = "family", titles: dict[str, str] | None = None) -> str:
-    """The report for a terminal, times in microseconds."""
-    titles = titles or families.load().titles
-    tables = summary.overview(trace)
-    sections = [
-        _header(trace),
-        _lines("devices (µs)", _devices(tables["devices"])),
-        *_steps(tables["steps"]),
-        _lines(f"by {by} (µs)", _groups(summary.by(trace, by), titles)),
-        _unmatched(tables["unmatched"], tables["families"]),
-        _lines("idle, by cause (µs)", _idle(tables["idle"])),
-    ]
-    return "\n\n".join(section for section in sections if section)
+@dataclass(frozen=True)
+class Section:
+    """A heading with lines, a table, or both."""
+
+    title: str
+    lines: tuple[str, ...] = ()
+    table: pd.DataFrame | None = None
+
+    def __str__(self) -> str:
+        rows = [] if self.table is None or self.table.empty else list(_aligned(self.table.head(ROWS)))
+        more = [self.more] if self.more else []
+        return "\n".join([self.title, *(f"  {line}" for line in (*self.lines, *rows, *more))])
+
+    @property
+    def more(self) -> str:
+        hidden = 0 if self.table is None else len(self.table) - ROWS
+        return f"and {hidden:,} more" if hidden > 0 else ""
 
 
-def as_json(trace: Trace, by: summary.By) -> str:
-    """Every table of the report, times in integer nanoseconds."""
-    tables = summary.overview(trace) | {f"by_{by}": summary.by(trace, by)}
-    rows = {name: _records(table) for name, table in tables.items()}
+def one(trace: Trace, found: list[Suspect], by: summary.By, titles: dict[str, str]) -> Iterator[Section]:
+    """The sections of one trace, times in microseconds."""
+    yield _source(trace)
+    yield Section("devices (µs)", table=_devices(summary.by_device(trace)))
+    yield from _steps(steps.table(trace))
+    yield Section(f"by {by} (µs)", table=_groups(summary.by(trace, by), titles))
+    if len(trace.events.groupby(["rank", "device"])) > 1:
+        yield Section(
+            "by family, on each GPU (µs)", table=_groups(summary.by(trace, "family", per_device=True), titles)
+        )
+    yield _unmatched(summary.unmatched(trace))
+    yield Section("idle, by cause (µs)", table=_idle(summary.idle(trace)))
+    yield _suspects(trace, found)
+
+
+def two(before: Trace, after: Trace, titles: dict[str, str]) -> Iterator[Section]:
+    """The sections of a comparison."""
+    for by in ("family", "kernel"):
+        changes = compared(before, after, by)
+        yield Section(f"before and after, by {by} (µs a {changes.attrs['unit']})", table=_changes(changes, titles))
+
+
+def as_json(trace: Trace, found: list[Suspect], by: summary.By, after: Trace | None = None) -> str:
+    """Every table of the report in full, times in integer nanoseconds."""
+    tables = summary.overview(trace) | {f"by_{by}": summary.by(trace, by), "suspects": table(found)}
+    if after is not None:
+        tables["compared"] = compared(trace, after)
+    rows = {name: json.loads(each.to_json(orient="records", double_precision=15)) for name, each in tables.items()}
     return json.dumps({"meta": trace.meta, "lost": dict(trace.lost), **rows}, indent=1, ensure_ascii=False) + "\n"
 
 
-def _records(table: pd.DataFrame) -> list[dict[str, Any]]:
-    return json.loads(table.to_json(orient="records", double_precision=15))
-
-
-def microseconds(ns: int | np.integer) -> str:
-    """Exact: 1234567 -> "1,234.567"."""
-    return f"{int(ns) // 1000:,}.{int(ns) % 1000:03d}"
+def microseconds(ns: float) -> str:
+    """To the nanosecond: 1234567 -> "1,234.567"."""
+    ns = round(ns)
+    return f"{'-' if ns < 0 else ''}{abs(ns) // 1000:,}.{abs(ns) % 1000:03d}"
 
 
 def percent(share: float) -> str:
@@ -57,86 +85,129 @@ def shortened(name: str, width: int = 72) -> str:
     return name if len(name) <= width else f"{name[: width - 1]}…"
 
 
-def _header(trace: Trace) -> str:
+def _source(trace: Trace) -> Section:
     meta = trace.meta
-    gpu = (
-        f"{meta['gpu']}, {meta['sms']} SMs" if meta.get("gpu") and meta.get("sms") else meta.get("gpu") or "GPU unknown"
-    )
-    lines = [f"{meta.get('format', 'trace')}: {gpu}"]
-    lines += [f"lost: {count:,} {what}" for what, count in trace.lost.items()]
-    return "\n".join(lines)
+    gpu = meta.get("gpu") or "GPU not named"
+    title = f"{meta.get('format', 'trace')}, {gpu}" + (f", {meta['sms']} SMs" if meta.get("sms") else "")
+    lines = [f"lost or changed: {count:,} {what}" for what, count in trace.lost.items()]
+    if joined := meta.get("joined"):
+        lines.append(f"ops joined from another trace for {joined[0]:,} of {joined[1]:,} replayed kernels")
+    return Section(title, tuple(lines))
 
 
-def _devices(table: pd.DataFrame) -> pd.DataFrame:
-    shown = {"rank": table["rank"], "GPU": table["device"], "kernels": table["kernels"].map("{:,}".format)}
+def _devices(devices: pd.DataFrame) -> pd.DataFrame:
     columns = {
         "kernel sum": "kernel_ns", "kernel busy": "kernel_busy_ns", "with copies": "sum_ns", "busy": "busy_ns",
         "overlap": "overlap_ns", "idle": "idle_ns", "communication": "communication_ns", "exposed": "exposed_ns",
     }  # fmt: skip
-    return pd.DataFrame(shown | {title: table[name].map(microseconds) for title, name in columns.items()})
+    shown = {"rank": devices["rank"], "GPU": devices["device"], "kernels": devices["kernels"].map("{:,}".format)}
+    return pd.DataFrame(shown | {title: devices[name].map(microseconds) for title, name in columns.items()})
 
 
-def _steps(table: pd.DataFrame) -> Sequence[str]:
-    if table.empty:
-        return ()
-    busy = table["busy_ns"].median()
-    lines = [f"steps: {len(table)}, busy {microseconds(busy)} µs at the median, {table['events'].median():,.0f} events"]
-    for row in table[table["partial"]].itertuples():
-        lines.append(
-            f"step {row.step} of rank {row.rank} is partial: {row.events:,} events, the profiler lost the rest"
-        )
-    return ("\n".join(lines),)
-
-
-def _groups(table: pd.DataFrame, titles: dict[str, str]) -> pd.DataFrame:
-    numbers = ["calls", "sum_ns", "share", "busy_ns", "busy_share", "mean_ns"]
-    shown = pd.DataFrame(
-        {
-            "calls": table["calls"].map("{:,}".format),
-            "sum": table["sum_ns"].map(microseconds),
-            "share": table["share"].map(percent),
-            "busy": table["busy_ns"].map(microseconds),
-            "of busy": table["busy_share"].map(percent),
-            "a call": table["mean_ns"].map(lambda ns: microseconds(round(ns))),
-        }
+def _steps(found: pd.DataFrame) -> Iterator[Section]:
+    if found.empty:
+        return
+    busy, events = microseconds(found["busy_ns"].median()), found["events"].median()
+    partial = tuple(
+        f"step {row.step} of rank {row.rank} is partial: {row.events:,} events, the profiler has not the rest"
+        for row in found[found["partial"]].itertuples()
     )
-    for name in table.columns.drop(numbers):
-        column = table[name].astype(object)
-        shown[name] = column.map(titles) if name == "family" else column.map(lambda value: shortened(str(value)))
-    return shown
+    yield Section(f"{len(found)} steps: busy for {busy} µs and {events:,.0f} events at the median", partial)
 
 
-def _unmatched(table: pd.DataFrame, by_family: pd.DataFrame) -> str:
-    if table.empty:
-        return "every kernel belongs to a family"
-    share = by_family.set_index("family").loc[families.OTHER, "share"]
-    names = [f"  {percent(row.share):>6} {shortened(row.name)}" for row in table.head(ROWS).itertuples(index=False)]
-    more = [f"  and {len(table) - ROWS:,} more"] if len(table) > ROWS else []
-    return "\n".join([f"of no family: {percent(share)} in {len(table):,} kernels", *names, *more])
+def _groups(groups: pd.DataFrame, titles: dict[str, str]) -> pd.DataFrame:
+    shown = {
+        "calls": groups["calls"].map("{:,}".format),
+        "sum": groups["sum_ns"].map(microseconds),
+        "share": groups["share"].map(percent),
+        "busy": groups["busy_ns"].map(microseconds),
+        "of busy": groups["busy_share"].map(percent),
+        "a call": groups["mean_ns"].map(microseconds),
+    }
+    names = groups.columns.drop(["calls", "sum_ns", "share", "busy_ns", "busy_share", "mean_ns"])
+    if "where" in names and (groups["where"] == "").all():
+        names = names.drop("where")
+    return pd.DataFrame(shown | _names(groups[names], titles))
 
 
-def _idle(table: pd.DataFrame) -> pd.DataFrame:
+def _names(columns: pd.DataFrame, titles: dict[str, str]) -> dict[str, pd.Series]:
+    shown = {name: column.astype(object).map(lambda text: shortened(str(text))) for name, column in columns.items()}
+    return shown | ({"family": columns["family"].astype(object).replace(titles)} if "family" in columns else {})
+
+
+def _unmatched(kernels: pd.DataFrame) -> Section:
+    if kernels.empty:
+        return Section("every kernel belongs to a family")
+    names = kernels["name"].astype(object).map(shortened)
+    title = f"of no family: {percent(kernels['share'].sum())}, {len(kernels):,} kernels by name"
+    return Section(title, table=pd.DataFrame({"share": kernels["share"].map(percent), "name": names}))
+
+
+def _idle(idle: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(
         {
-            "gaps": table["gaps"].map("{:,}".format),
-            "sum": table["sum_ns"].map(microseconds),
-            "of the span": table["share"].map(percent),
-            "longest": table["longest_ns"].map(microseconds),
-            "cause": table["cause"].astype(object),
+            "gaps": idle["gaps"].map("{:,}".format),
+            "sum": idle["sum_ns"].map(microseconds),
+            "of the span": idle["share"].map(percent),
+            "longest": idle["longest_ns"].map(microseconds),
+            "cause": idle["cause"].astype(object),
         }
     )
 
 
-def _lines(title: str, table: pd.DataFrame) -> str:
-    """A table as text: numbers to the right, names to the left, at most `ROWS` rows."""
-    if table.empty:
-        return ""
-    cells = [list(table), *table.head(ROWS).astype(str).values.tolist()]
-    left = [not any(cell[:1].isdigit() for cell in column[1:]) for column in zip(*cells, strict=True)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [
-        "  ".join(f"{c:<{w}}" if is_left else f"{c:>{w}}" for c, w, is_left in zip(row, widths, left, strict=True))
-        for row in cells
-    ]
-    more = [f"and {len(table) - ROWS:,} more"] if len(table) > ROWS else []
-    return "\n".join([title, *(line.rstrip() for line in lines), *more])
+def _suspects(trace: Trace, found: list[Suspect]) -> Section:
+    lines = []
+    for number, suspect in enumerate(found, 1):
+        lines.append(f"{number}. {percent(suspect.share)}, {microseconds(suspect.ns)} µs: {suspect.finding}")
+        lines += [f"     {line}" for line in suspect.evidence]
+        lines += [f"     from {suspect.where}"] if suspect.where else []
+        lines.append(f"     {suspect.advice}")
+    if (hidden := unseen(trace)) > BLIND:
+        rules = ", ".join(rule.__name__ for rule in NEED_SHAPES)
+        lines.append(f"{percent(hidden)} of the time has no shapes of ops, by which {rules} are found:")
+        lines.append("     an eager trace of the step has them, and --capture joins them to this one")
+    return Section("suspects" if found else "no suspects", tuple(lines))
+
+
+def _changes(changes: pd.DataFrame, titles: dict[str, str]) -> pd.DataFrame:
+    shown = {
+        "calls": changes["calls_before"].map("{:,.0f}".format) + " → " + changes["calls_after"].map("{:,.0f}".format),
+        "before": changes["ns_before"].map(microseconds),
+        "after": changes["ns_after"].map(microseconds),
+        "change": changes["change_ns"].map(microseconds),
+        "share before": changes["share_before"].map(percent),
+        "share after": changes["share_after"].map(percent),
+        "after / before": changes["ratio"].map(lambda ratio: "" if np.isnan(ratio) else f"{ratio:.3g}"),
+        "verdict": changes["verdict"],
+    }
+    return pd.DataFrame(shown | _names(changes[[name for name in ("family", "name") if name in changes]], titles))
+
+
+def _aligned(rows: pd.DataFrame) -> Iterable[str]:
+    """A table as lines: numbers to the right, words to the left."""
+    cells = [list(rows), *rows.astype(str).to_numpy().tolist()]
+    columns = list(zip(*cells, strict=True))
+    left = [not any(cell.lstrip("-")[:1].isdigit() for cell in column[1:]) for column in columns]
+    widths = [max(map(len, column)) for column in columns]
+    for row in cells:
+        pairs = zip(row, widths, left, strict=True)
+        yield "  ".join(
+            f"{cell:<{width}}" if is_left else f"{cell:>{width}}" for cell, width, is_left in pairs
+        ).rstrip()
+
+
+def page(sections: Iterable[Section], figure: str, title: str) -> str:
+    """A web page that needs nothing else. What a trace says is escaped; `figure` is SVG and goes in as it is."""
+    from jinja2 import Environment, PackageLoader
+    from markupsafe import Markup
+
+    environment = Environment(loader=PackageLoader("dsv4lab.trace", ""), autoescape=True, trim_blocks=True)
+    template = environment.get_template("page.html.j2")
+    return template.render(sections=list(sections), figure=Markup(figure), title=title, rows=ROWS, words=_WORDS)
+
+
+def bars(traces: dict[str, Trace]) -> tuple[str, pd.DataFrame]:
+    """Milliseconds by family, in its order, a column a trace; before them, whether of a "step" or the whole "trace"."""
+    unit, chosen = comparable(*traces.values())
+    sums = [events.groupby("family", observed=False)["dur"].sum() / 1e6 / count for events, count in chosen]
+    return unit, pd.concat(sums, axis=1, keys=traces)

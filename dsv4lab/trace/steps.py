@@ -1,14 +1,13 @@
 """Cuts a trace into steps: by the annotations of profiler or server if there are any, else by the graph that recurs."""
 
 import re
-from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
 
 from dsv4lab.trace.assembly import GRAPH_LAUNCH
 from dsv4lab.trace.frames import Trace, matching
-from dsv4lab.trace.timeline import busy
+from dsv4lab.trace.timeline import busy_by
 
 STEP = re.compile(r"^(?:ProfilerStep\s*#\s*\d+|(?:step|decode|iteration)\b.*)$", re.IGNORECASE)
 """Annotations that are a step: torch.profiler's, SGLang's "step[DECODE bs=32]" and what people write by hand."""
@@ -72,13 +71,14 @@ def table(trace: Trace) -> pd.DataFrame:
     Partial is the first or last step of a rank with fewer than 9 in 10 of the events that its steps have at the
     median: profilers drop the first kernels of a session.
     """
-    rows = []
-    for rank, of_rank in trace.events[trace.events["step"] >= 0].groupby("rank", sort=True):
-        by_step = of_rank.groupby("step", sort=True)
-        sizes = by_step.size()
-        edges: Sequence[int] = (sizes.index[0], sizes.index[-1])
-        for step, events in by_step:
-            span = int((events["ts"] + events["dur"]).max() - events["ts"].min())
-            partial = step in edges and len(events) < 0.9 * sizes.median()
-            rows.append((rank, step, len(events), int(events["dur"].sum()), busy(events), span, partial))
-    return pd.DataFrame(rows, columns=["rank", "step", "events", "sum_ns", "busy_ns", "span_ns", "partial"])
+    events = trace.events[trace.events["step"] >= 0]
+    groups = events.assign(end=events["ts"] + events["dur"]).groupby(["rank", "step"], sort=True)
+    found = groups.agg(
+        events=("ts", "size"), sum_ns=("dur", "sum"), start=("ts", "min"), end=("end", "max")
+    ).reset_index()
+    found["busy_ns"] = busy_by(events, groups.ngroup().to_numpy(), len(found))
+    found["span_ns"] = found["end"] - found["start"]
+    of_rank = found.groupby("rank")
+    edge = (found["step"] == of_rank["step"].transform("min")) | (found["step"] == of_rank["step"].transform("max"))
+    found["partial"] = edge & (found["events"] < 0.9 * of_rank["events"].transform("median"))
+    return found[["rank", "step", "events", "sum_ns", "busy_ns", "span_ns", "partial"]]

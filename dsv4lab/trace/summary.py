@@ -1,5 +1,6 @@
 """Tables of one trace: where its time goes, by family, kernel, op, shape, stream or step."""
 
+from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -19,24 +20,31 @@ _COLUMNS = {
     "stream": ["rank", "device", "stream"],
     "step": ["rank", "step"],
 }
+_MOSTLY = {"kernel": "op", "op": "name", "shape": "name"}
 
 
-def by(trace: Trace, key: By) -> pd.DataFrame:
+def by(trace: Trace, key: By, per_device: bool = False) -> pd.DataFrame:
     """A row a group of `key`, largest first (steps and streams in order): the columns that name it, then
 
     calls; sum_ns, the durations added up, and share of all events' sum; busy_ns, the time in which one of the group
-    ran, and busy_share of the devices' busy time (more than 1 in all where groups overlap); mean_ns a call.
+    ran, and busy_share of the devices' busy time (more than 1 in all where groups overlap); mean_ns a call; for
+    kernels, ops and shapes what most of the group's time goes with: op or kernel, and where, a line of Python if known.
+    With `per_device`, the groups of each rank and device by themselves, their shares those of their device.
 
     ValueError naming `key` if it is none of `By`.
     """
     if key not in _COLUMNS:
         raise ValueError(f"by must be one of {', '.join(get_args(By))}, got {key!r}")
+    if per_device:
+        parts = {device: by(replace(trace, events=events), key) for device, events in timeline.devices(trace.events)}
+        tables = pd.concat(parts, names=["rank", "device"]).droplevel(2)
+        return tables.drop(columns=["rank", "device"], errors="ignore").reset_index()
     events, columns = trace.events, _COLUMNS[key]
     named = events[columns].assign(**({"op": attribution(events)} if "op" in columns else {}))
-    groups = named.groupby(columns, sort=key in ("stream", "step"), observed=True)
-    codes = groups.ngroup().to_numpy()
-    table = named.iloc[groups.head(1).index].assign(_code=codes[groups.head(1).index]).set_index("_code").sort_index()
-    count = len(table)
+    in_order = key in ("stream", "step")
+    codes = named.groupby(columns, sort=in_order, observed=True).ngroup().to_numpy()
+    _, firsts = np.unique(codes, return_index=True)
+    table, count = named.iloc[firsts].copy(), len(firsts)
     sums = np.zeros(count, np.int64)
     np.add.at(sums, codes, events["dur"].to_numpy())
     busy = timeline.busy_by(events, codes, count)
@@ -44,9 +52,19 @@ def by(trace: Trace, key: By) -> pd.DataFrame:
     table["sum_ns"], table["share"] = sums, sums / max(1, sums.sum())
     table["busy_ns"], table["busy_share"] = busy, busy / max(1, timeline.busy(events))
     table["mean_ns"] = sums / table["calls"]
-    if key not in ("stream", "step"):
-        table = table.sort_values("sum_ns", ascending=False, kind="stable")
-    return table.reset_index(drop=True)
+    if key in _MOSTLY:
+        table[_MOSTLY[key]] = _mostly(codes, events, _MOSTLY[key])
+        table["where"] = [stack.partition(" < ")[0] for stack in _mostly(codes, events, "stack")]
+    order = table if in_order else table.sort_values("sum_ns", ascending=False, kind="stable")
+    return order.reset_index(drop=True)
+
+
+def _mostly(codes: np.ndarray, events: pd.DataFrame, name: str) -> list[str]:
+    """For each group the text of a column that most of its time goes with."""
+    column = attribution(events) if name == "op" else events[name].array
+    costs = pd.Series(events["dur"].to_numpy()).groupby([codes, column.codes]).sum()
+    most = costs.sort_values(kind="stable").reset_index(level=1, name="ns").groupby(level=0)["level_1"].last()
+    return [column.categories[code] for code in most]
 
 
 def attribution(events: pd.DataFrame) -> pd.Categorical:

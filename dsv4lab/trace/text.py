@@ -11,6 +11,8 @@ from dsv4lab.trace.frames import TraceError
 CHUNK = 8 * 1024**2
 """Bytes of text taken at a time; no more than a few times this is ever held."""
 
+_INFLATED_AT_ONCE = 256 * 1024  # bytes of gzip
+
 _ARRAY = re.compile(rb'\A\s*\[|"traceEvents"\s*:\s*\[')
 _BETWEEN = re.compile(rb'\}\s*,\s*(?=\{\s*"(?:ph|name|cat|pid|tid|ts|dur|id|bp|s|args)"\s*:)')
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
@@ -29,19 +31,29 @@ def chunks(path: Path, lost: Counter[str]) -> Iterator[bytes]:
                 yield data
             return
         inflate, data = zlib.decompressobj(wbits=31), b""
-        while data := data or file.read(CHUNK // 4):
+        while data := data or file.read(_INFLATED_AT_ONCE):
+            before = inflate.copy()
             try:
-                text = inflate.decompress(data, CHUNK)
+                yield inflate.decompress(data, CHUNK)
             except zlib.error:
-                lost["bytes of gzip after a damaged place"] += len(data) + len(file.read())
+                yield from _before_damage(before, data)
+                lost["bytes of gzip after a damaged place"] += path.stat().st_size - file.tell() + len(data)
                 return
-            yield text
             data = inflate.unconsumed_tail
             if inflate.eof:  # a file may be several streams, or padded with zeros
-                if not (data := inflate.unused_data.lstrip(b"\0") or file.read(CHUNK // 4)):
+                if not (data := inflate.unused_data.lstrip(b"\0") or file.read(_INFLATED_AT_ONCE)):
                     return
                 inflate = zlib.decompressobj(wbits=31)
         lost["gzip streams cut off before their end"] += 1
+
+
+def _before_damage(inflate: "zlib._Decompress", data: bytes) -> Iterator[bytes]:
+    """What can be had of a piece that breaks somewhere, by going through it in small steps."""
+    for at in range(0, len(data), 64):
+        try:
+            yield inflate.decompress(data[at : at + 64])
+        except zlib.error:
+            return
 
 
 class Runs:

@@ -232,8 +232,11 @@ def describe(arch: str) -> list[str]:
 
 
 def static_launches(arch: str) -> Iterator[tuple[str, list[tuple]]]:
-    """The launches of every table entry that a layer of the model meets, on CPU tensors, by layer and entry."""
-    for name, layer in LAYERS.items():
-        if name in ("mhc_pre", "router_gate"):  # the widest row and the one with most columns tiles
-            for entry, steps in _variants(layer.N, layer.K, torch.bfloat16, "cpu", arch):
-                yield f"{name}, {entry}", steps
+    """The launches of every table entry of an architecture, on CPU tensors, by the name of the entry."""
+    bf16, fp32 = torch.bfloat16, torch.float32
+    # few columns in both dtypes and many: between them they meet every entry
+    for name, weights in (("mhc_pre", bf16), ("mhc_pre", fp32), ("wkv_gate_c4", bf16)):
+        layer = LAYERS[name]
+        for entry, steps in _variants(layer.N, layer.K, weights, "cpu", arch):
+            if name == "mhc_pre" or "N any" in entry:
+                yield f"{name}{' in fp32' if weights == fp32 else ''}, {entry}", steps

@@ -108,7 +108,7 @@ _TILES = (
     (16, 16, 512, 512, 8),
 )
 SWEEP = (
-    *(Dot(block_k, warps) for block_k, warps in ((2048, 4), (4096, 4), (4096, 8), (16384, 16))),
+    *(Dot(block_k, warps) for block_k, warps in ((4096, 4), (4096, 8), (16384, 16))),
     *(Split(*tile, combine) for tile in _TILES for combine in COMBINES),
 )
 

@@ -122,8 +122,9 @@ def split_kernel(
         tl.debug_barrier()  # every thread's part is written before one of them takes the ticket
         if tl.atomic_add(tickets + tile, 1, sem="acq_rel") == splits - 1:
             e = tl.arange(0, SIZE)
-            total = _combine(partials, splits, e, SIZE, 8)
-            _finish(total, first_m + e // BLOCK_N, first_n + e % BLOCK_N, out, out_stride, scale, bias, M, N, HAS_BIAS)
+            whole = _combine(partials, splits, e, SIZE, 8)
+            e_m = first_m + e // BLOCK_N
+            _finish(whole, e_m, first_n + e % BLOCK_N, out, out_stride, scale, bias, M, N, HAS_BIAS)
             tl.store(tickets + tile, 0)
 
 

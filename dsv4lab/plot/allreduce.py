@@ -1,0 +1,137 @@
+"""The all-reduce chapter's frames: what was reported or measured, beside what the cost model says of it."""
+
+from collections.abc import Mapping
+
+import pandas as pd
+
+from dsv4lab import comm
+from dsv4lab.plot.palette import Look, in_order, look
+
+KIB = 1024
+
+
+def reported_times(rows: pd.DataFrame) -> pd.DataFrame:
+    """Reported all-reduces, `rows` as of `records.reported`: link, ranks, impl, KiB, us, and model_us beside."""
+    chosen = rows[rows["experiment"] == "all_reduce_latency"]
+    places = chosen["case"].str.extract(r"(?P<link>\w+), (?P<ranks>\d+) GPUs")
+    frame = places.assign(
+        ranks=places["ranks"].astype(int),
+        impl=chosen["stage"],
+        KiB=chosen["quantity"].str.split().str[0].astype(float) / KIB,
+        us=chosen["value"],
+    )
+    return with_model(frame).reset_index(drop=True)
+
+
+def measured_times(frame: pd.DataFrame) -> pd.DataFrame:
+    """Records of `allreduce` over GPUs (`records.to_frame`) in the columns of `reported_times`, and with mode and p10,
+    p90; the link is NVLink where the driver calls it NV..., else nominal PCIe. What the model does not know has NaN.
+    """
+    names = {"message_bytes": "KiB", "median_us": "us", "p10_us": "p10", "p90_us": "p90"}
+    found = frame.rename(columns=names).assign(KiB=frame["message_bytes"] / KIB)
+    nvlink = frame["link"].astype(str).str.startswith("NV")
+    found["link"] = nvlink.map({True: "nvlink4", False: "pcie5_nominal"})
+    found["bus_gb_per_s"] = 1e-3 * frame["bytes"] / frame["median_us"]
+    return with_model(found)
+
+
+def with_model(frame: pd.DataFrame) -> pd.DataFrame:
+    """The frame with `model_us` and `off`, how many times the time that the model makes of it."""
+    known = [
+        _predicted_us(*row) for row in zip(frame["link"], frame["ranks"], frame["impl"], frame["KiB"], strict=True)
+    ]
+    model = pd.Series(known, index=frame.index, dtype=float)
+    return frame.assign(model_us=model, off=model / frame["us"])
+
+
+def lines(frame: pd.DataFrame) -> Mapping[str, list[tuple[Look, pd.Series]]]:
+    """For `figures.lines_against`: by link and ranks, each implementation's times over KiB, the model's dashed."""
+    panels: dict[str, list[tuple[Look, pd.Series]]] = {}
+    for (link, ranks), of_link in frame.groupby(["link", "ranks"], sort=False):
+        drawn = panels.setdefault(f"{link}, {ranks} GPUs", [])
+        for impl in in_order(set(of_link["impl"])):
+            rows = of_link[of_link["impl"] == impl].set_index("KiB").sort_index()
+            known = look(impl)
+            drawn.append((Look(known.label, known.color, known.marker, ""), rows["us"]))
+            if rows["model_us"].notna().any():
+                drawn.append((Look("", known.color, "", "--"), rows["model_us"]))
+    return panels
+
+
+def by_batch(costs: Mapping[str, comm.Cost], batches: list[int]) -> pd.DataFrame:
+    """Microseconds of one all-reduce of the hidden state: a row a batch, a column a cost."""
+    nbytes = {batch: comm.step(batch, 2)[0].nbytes for batch in batches}
+    table = {name: {b: 1e6 * line.time_s(n) for b, n in nbytes.items()} for name, line in costs.items()}
+    return pd.DataFrame(table).rename_axis("B")
+
+
+def links() -> pd.DataFrame:
+    """`comm.LINKS` as a table, rates in GB/s."""
+    rows = {
+        link.name: {
+            "ring (GB/s)": link.ring_bytes_per_s / 1e9,
+            "all to all (GB/s)": link.dense_bytes_per_s / 1e9,
+            "one-shot of few bytes (µs)": 1e6 * link.one_shot_s,
+            "source": link.source,
+        }
+        for link in comm.LINKS.values()
+    }
+    return pd.DataFrame.from_dict(rows, orient="index")
+
+
+def sent(batches: list[int], ranks: int) -> pd.DataFrame:
+    """The collectives of a decode step: calls, and KiB of each for every batch."""
+    steps = {batch: comm.step(batch, ranks) for batch in batches}
+    table = {"calls": {c.name: c.count for c in steps[batches[0]]}}
+    table |= {f"KiB each, B = {batch}": {c.name: c.nbytes / KIB for c in step} for batch, step in steps.items()}
+    return pd.DataFrame(table)
+
+
+def of_campaign(rates: pd.Series, share: float, ranks: int) -> pd.DataFrame:
+    """What a share of the step leaves for each all-reduce of the layers: tok/s, step_ms and each_us by batch.
+
+    rates: reported tokens/s by "C=..." (see `tables.reported_throughput`), every request giving one token a step.
+    """
+    batches = rates.index.str.removeprefix("C=").astype(int).rename("B")
+    frame = pd.DataFrame({"tok/s": rates.to_numpy()}, index=batches)
+    frame["step_ms"] = 1e3 * frame.index / frame["tok/s"]
+    calls = sum(c.count for c in comm.step(1, ranks) if c.kind == "all_reduce" and c.count > 1)
+    return frame.assign(each_us=1e3 * share * frame["step_ms"] / calls)
+
+
+def fitted(frame: pd.DataFrame, impl: str) -> comm.Cost:
+    """The line through the times of `impl` in a frame of one link."""
+    rows = frame[frame["impl"] == impl]
+    return comm.fit(dict(zip((KIB * rows["KiB"]).astype(int), 1e-6 * rows["us"], strict=True)))
+
+
+def wire_us(batches: list[int], ranks: int, link: comm.Link) -> pd.Series:
+    """Microseconds that the bytes of one all-reduce of the hidden state need on a link, by batch."""
+    nbytes = {batch: comm.step(batch, ranks)[0].nbytes for batch in batches}
+    return pd.Series({b: 1e6 * comm.wire_bytes(n, ranks) / link.ring_bytes_per_s for b, n in nbytes.items()})
+
+
+def crossings(ranks: list[int]) -> pd.DataFrame:
+    """The batch from which Simple beats LL in a ring, by the model: a row a link, a column a number of ranks."""
+    table = {}
+    for link in comm.LINKS.values():
+        for n in ranks:
+            low, high = (comm.cost(link, n, "ring", protocol) for protocol in ("LL", "Simple"))
+            table.setdefault(link.name, {})[f"{n} GPUs"] = low.crossing(high) / comm.step(1, n)[0].nbytes
+    return pd.DataFrame.from_dict(table, orient="index")
+
+
+def shares(costs: Mapping[str, comm.Cost], campaign: pd.DataFrame, ranks: int) -> pd.DataFrame:
+    """Percent of the campaign's step (`of_campaign`) that all its collectives would be at each cost, by batch."""
+    table = {
+        batch: {name: 1e5 * comm.step_s(line, batch, ranks) / step_ms for name, line in costs.items()}
+        for batch, step_ms in campaign["step_ms"].items()
+    }
+    return pd.DataFrame(table)
+
+
+def _predicted_us(link: str, ranks: int, impl: str, kib: float) -> float:
+    try:
+        return 1e6 * comm.predicted_s(comm.LINKS[link], int(ranks), impl, KIB * kib)
+    except ValueError:
+        return float("nan")

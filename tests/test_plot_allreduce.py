@@ -1,0 +1,66 @@
+"""The frames of the all-reduce chapter."""
+
+import pandas as pd
+import pytest
+
+from dsv4lab import comm, records
+from dsv4lab.plot import allreduce as frames
+from dsv4lab.plot import figures
+
+
+def test_reported_times_have_the_model_beside_them():
+    table = frames.reported_times(records.reported())
+    assert set(table["link"]) <= set(comm.LINKS) and table["model_us"].notna().all()
+    row = table.query("link == 'pcie5_host_bridges' and impl == 'nccl_ring_ll' and KiB == 40").iloc[0]
+    expected = 1e6 * comm.cost(comm.LINKS["pcie5_host_bridges"], 8, "ring", "LL").time_s(40960)
+    assert (row["ranks"], row["us"], row["model_us"]) == (8, 31.2, pytest.approx(expected))
+    assert row["off"] == pytest.approx(expected / 31.2)
+
+
+def test_measured_times_know_their_link_and_their_bus_bandwidth():
+    columns = {"impl": ["nccl", "nccl_4_channels"], "mode": "graph", "ranks": 2, "message_bytes": 1 << 20}
+    columns |= {
+        "median_us": [10.0, 20.0],
+        "p10_us": 9.0,
+        "p90_us": 21.0,
+        "bytes": float(1 << 20),
+        "link": ["NV18", None],
+    }
+    table = frames.measured_times(pd.DataFrame(columns))
+    assert table["link"].tolist() == ["nvlink4", "pcie5_nominal"]
+    assert table["bus_gb_per_s"].tolist() == pytest.approx([104.8576, 52.4288])
+    assert table["KiB"].tolist() == [1024, 1024]
+    assert table["model_us"].notna().tolist() == [True, False]  # of four channels the model knows nothing
+    panels = frames.lines(table.astype({"KiB": int}))
+    assert {name: len(lines) for name, lines in panels.items()} == {"nvlink4, 2 GPUs": 2, "pcie5_nominal, 2 GPUs": 1}
+    assert len(figures.lines_against(panels, "message (KiB)", "µs").axes) == 2
+
+
+def test_a_share_of_a_step_becomes_the_time_of_one_all_reduce():
+    table = frames.of_campaign(pd.Series({"C=64": 640.0}), 0.43, 8)
+    assert table.loc[64].to_dict() == pytest.approx({"tok/s": 640.0, "step_ms": 100.0, "each_us": 500.0})
+    part = frames.shares({"flat": comm.Cost(100e-6, 0.0)}, table, 8)
+    assert part.loc["flat", 64] == pytest.approx(8.75)  # 87 all-reduces and half of one for the logits
+
+
+def test_tables_of_a_step_and_of_links():
+    table = frames.sent([1, 64], 8)
+    assert table.loc["experts"].to_dict() == {"calls": 43, "KiB each, B = 1": 8.0, "KiB each, B = 64": 512.0}
+    assert frames.links()["source"].str.len().min() > 10
+    assert frames.wire_us([64], 8, comm.LINKS["pcie5_nominal"])[64] == pytest.approx(14.56, abs=0.01)
+    assert frames.by_batch({"flat": comm.Cost(1e-6, 0.0)}, [1, 2])["flat"].tolist() == [1.0, 1.0]
+
+
+def test_a_fit_of_reported_times_is_the_line_through_them():
+    frame = pd.DataFrame({"impl": ["a", "a", "b"], "KiB": [4.0, 8.0, 4.0], "us": [10.0, 14.0, 99.0]})
+    found = frames.fitted(frame, "a")
+    assert (1e6 * found.latency_s, 1e6 * found.time_s(4096)) == (pytest.approx(6.0), pytest.approx(10.0))
+
+
+def test_protocols_cross_at_larger_batches_on_faster_links():
+    table = frames.crossings([2, 8])
+    assert table.loc["pcie5_nominal"].gt(table.loc["pcie5_host_bridges"]).all()
+    link = comm.LINKS["pcie5_switches"]
+    low, high = (comm.cost(link, 8, "ring", protocol) for protocol in ("LL", "Simple"))
+    nbytes = 8192 * table.loc["pcie5_switches", "8 GPUs"]
+    assert low.time_s(nbytes) == pytest.approx(high.time_s(nbytes))
