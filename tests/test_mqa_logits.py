@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import replace
+from importlib.metadata import version
 from types import SimpleNamespace
 
 import pytest
@@ -331,6 +332,7 @@ def test_deepgemm_says_why_it_cannot_run(monkeypatch):
     monkeypatch.setattr(peers, "find_spec", lambda name: None)
     assert deepgemm.unavailable().startswith("deep_gemm is not installed: pip install sgl-deep-gemm")
     monkeypatch.setattr(peers, "find_spec", lambda name: "found")
+    monkeypatch.setattr(peers, "version", lambda package: version("no-such-package"))
     assert "not the build of sgl-deep-gemm" in deepgemm.unavailable()
     monkeypatch.setattr(peers, "version", lambda package: "0.1.3")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -3,11 +3,11 @@
     positions = of the k largest of scores[row, :seq_lens[row]], equal ones by position; all if there are k or fewer
     out[row]  = page_tables[row, position // page_size] * page_size + position % page_size, ascending, then -1
 
-Exact and deterministic: bitwise the same in every run, every tensor-parallel rank and every graph replay. A row costs
-one read of its own scores and 33% more for group maxima, then a walk down the maxima by one program, all in one launch;
-rows of k or fewer scores are not read. Nothing touches the width past a row's end, but for what lies with its last score in 16 bytes. NaN
-ranks below -inf and -0.0 equals 0.0. It takes the arguments of SGLang's `topk_transform_512`, with k up to 2048; it
-replaces there, and as a peer here, `torch.topk`, which reads the whole width.
+Exact and deterministic: bitwise the same in every run, every tensor-parallel rank and every graph replay. One launch: a
+row costs one read of its own scores and 33% more for group maxima, then a walk down the maxima by one program; rows of
+k or fewer scores are not read. Nothing touches the width past a row's end, but for what lies with its last score in 16
+bytes. NaN ranks below -inf and -0.0 equals 0.0. It takes the arguments of SGLang's `topk_transform_512`, with k up to
+2048; it replaces there, and as a peer here, `torch.topk`, which reads the whole width.
 
 Implementations: `triton`; `torch`: `torch.topk` alone, on rows whose tail holds -inf, without the page mapping.
 """
@@ -82,8 +82,8 @@ def launches(
         limit=min(width, call.page_tables.shape[1] * call.page_size),
         table=call.page_tables, table_stride=call.page_tables.stride(0), out=out, out_stride=out.stride(0),
         raw=out if raw is None else raw, raw_stride=0 if raw is None else raw.stride(0), k=call.k,
-        LIST=length, BLOCK=c.block, STAGES=c.num_stages, READY=maxima_ready, PAGE=call.page_size, RAW=raw is not None, ALIGNED=aligned,
-        num_warps=c.num_warps * length // 1024,
+        LIST=length, BLOCK=c.block, STAGES=c.num_stages, READY=maxima_ready, PAGE=call.page_size, RAW=raw is not None,
+        ALIGNED=aligned, num_warps=c.num_warps * length // 1024,
     )  # fmt: skip
     return [(topk_kernel, (rows, programs), arguments)]
 

@@ -32,7 +32,8 @@ class Choice:
 COMPILED = "records/static/topk.json"
 """No such GPU has been measured: as on sm_90, where it compiles without a spill."""
 
-MEASURED = "records/topk_h200_20261129T163103Z.jsonl"
+MEASURED = "records/live/h200_20261129T1825/indexer_h200_20261129T182536Z.jsonl"
+"""As the second half of the indexer's `triton`."""
 
 _CONFIG = Config(8, 4096, 3, 1)
 TABLE = {arch: Choice(_CONFIG, COMPILED) for arch in ("sm_80", "sm_89", "sm_120")} | {
@@ -41,7 +42,7 @@ TABLE = {arch: Choice(_CONFIG, COMPILED) for arch in ("sm_80", "sm_89", "sm_120"
 RELATIVE = {"sm_86": "sm_80", "sm_87": "sm_80", "sm_121": "sm_120"}
 
 SWEEP = (
-    *(Config(8, block, stages, 1) for block, stages in ((2048, 3), (2048, 5), (4096, 2), (4096, 3), (8192, 1), (8192, 2))),
+    *(Config(8, n, stages, 1) for n, stages in ((2048, 3), (2048, 5), (4096, 2), (4096, 3), (8192, 1), (8192, 2))),
     *(Config(8, 2048, stages, 2) for stages in (1, 3)),
     *(Config(warps, 4096, 3, 1) for warps in (4, 16)),
 )

@@ -55,12 +55,12 @@ def _finished_last(arrivals):
 
 
 @triton.jit
-def _kept(list, kept, LIST: tl.constexpr):
-    """(ids, which exist) [LIST, 1] of the first `kept` groups of a list; with kept < 0 there is none, and all are in."""
+def _kept(groups, kept, LIST: tl.constexpr):
+    """(ids, which exist) [LIST, 1] of the first `kept` groups of a list; kept < 0: of all groups, there is none."""
     p = tl.arange(0, LIST)[:, None]
     some = (kept < 0) | (p < kept)
     at = p ^ (kept >> 31)  # hides from the compiler that they lie side by side: it loads one a thread, as children lie
-    return tl.where(kept < 0, p, tl.load(list + at, mask=(kept >= 0) & some, other=0)), some
+    return tl.where(kept < 0, p, tl.load(groups + at, mask=(kept >= 0) & some, other=0)), some
 
 
 @triton.jit
@@ -137,11 +137,11 @@ def _take(keys, ids, live, lo, sure, reached, most):
 
 
 @triton.jit
-def _keep(list, keys, ids, live, lo, hi, k, LIST: tl.constexpr):
+def _keep(groups, keys, ids, live, lo, hi, k, LIST: tl.constexpr):
     """Writes the list of groups kept, between k and LIST of them; (how many, what their keys reach)."""
     lo, sure, reached = _threshold(keys, lo, hi, k, LIST)
     chosen, place = _take(keys, ids, live, lo, sure, reached, LIST)
-    tl.store(list + place, ids, mask=chosen)
+    tl.store(groups + place, ids, mask=chosen)
     tl.debug_barrier()  # the next level reads what other threads have written
     return tl.where(sure > lo, LIST, reached), lo
 
@@ -233,7 +233,7 @@ def topk_kernel(
         return
 
     levels = tl.multiple_of(maxima + row.to(tl.int64) * (maxima_stride * 4), 16)
-    list = levels + units * 88
+    groups = levels + units * 88
     if n <= TILE:
         if tl.program_id(1) > 0:
             return
@@ -248,14 +248,14 @@ def topk_kernel(
     level = (n > TILE).to(tl.int32) + (n > 4 * TILE).to(tl.int32) + (n > 16 * TILE).to(tl.int32)
     level += (n > 64 * TILE).to(tl.int32)
     while level > 0:  # of groups of 4 ** level scores
-        parent, some = _kept(list, kept, LIST)
+        parent, some = _kept(groups, kept, LIST)
         ids, live = _children(parent, some, (n + (1 << (2 * level)) - 1) >> (2 * level))
         offset = (256 - (1024 >> (2 * level))) // 3 * units  # 0, 64, 80, 84
         keys = tl.load(tl.multiple_of(levels + offset, 16) + ids, mask=live, other=LOWEST)
         if kept < 0:
             lo = tl.min(tl.where(live, keys, 0x7FFFFFFF))
             hi = tl.max(keys)
-        kept, lo = _keep(list, keys, ids, live, lo, hi, k, LIST)
+        kept, lo = _keep(groups, keys, ids, live, lo, hi, k, LIST)
         level -= 1
-    group, some = _kept(list, kept, LIST)
+    group, some = _kept(groups, kept, LIST)
     _select_k(x, group, some, n, lo, hi, k, pages, out, raw, PAGE, RAW, ALIGNED)
