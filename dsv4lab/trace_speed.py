@@ -25,7 +25,9 @@ from dsv4lab.roofline import Work
 
 EXPERIMENT = "trace_speed"
 OURS = "dsv4lab"
-KERNELS_A_STEP = 400
+STEPS = 10
+"""As few as profiles have: HolisticTraceAnalysis takes a time that grows with events times steps."""
+
 BACKENDS = ("JSON", "IJSON_BATCH_AND_COMPRESS")
 """Of its readers, the default and the one for large files."""
 
@@ -79,10 +81,10 @@ def synthetic(path: Path, kernels: int) -> float:
 def _events(kernels: int) -> Iterator[tuple[str, int]]:
     """The events as text, and the ns of each that is a kernel's."""
     now, seed = 1712195495505583_063, 1  # ns
+    length = kernels // STEPS * 25_000  # about that of a step
     for number in range(kernels):
-        if number % KERNELS_A_STEP == 0:
-            step = number // KERNELS_A_STEP
-            yield _event("user_annotation", f"ProfilerStep#{step}", now - 9000, 19_000_000, 9, ""), 0
+        if number * STEPS // kernels != (number - 1) * STEPS // kernels:
+            yield _event("user_annotation", f"ProfilerStep#{number * STEPS // kernels}", now - 4900, length, 9, ""), 0
         seed = (1103515245 * seed + 12345) % 2**31
         ns = 900 + seed % 40_000
         yield _event("cuda_runtime", "cudaLaunchKernel", now - 4000, 3000, 9, f'"correlation":{number + 1}'), 0
