@@ -156,14 +156,14 @@ def profile(
         json: File for every table, times in nanoseconds.
         reduce: File for the events alone, NAME.trace.jsonl.gz: some 12 bytes an event, read like the trace itself.
     """
-    from dsv4lab.trace import TraceError, families, read, reduced, report, suspects
+    from dsv4lab.trace import TraceError, families, read, reduced, report
 
     try:
         titles = families.load(rules).titles
         first = read(trace, rules, capture)
         others = [read(after, rules, capture)] if after is not None else []
-        found = suspects.find(first, max_context, live)
-        sections = [*report.one(first, found, by, titles)]
+        found = report.findings(first, by, max_context, live)
+        sections = [*report.one(found, titles)]
         for second in others:
             sections += report.two(first, second, titles)
         print("\n\n".join(map(str, sections)))
@@ -174,7 +174,7 @@ def profile(
                 html, report.page(sections, figure, " → ".join(path.name for path in (trace, after) if path))
             )
         if json is not None:
-            write_atomically(json, report.as_json(first, found, by, *others))
+            write_atomically(json, report.as_json(found, *others))
         if reduce is not None:
             reduced.write(first, reduce)
     except TraceError as error:

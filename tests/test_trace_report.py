@@ -51,7 +51,7 @@ def test_json_has_every_table_in_nanoseconds(capsys, tmp_path):
     assert run(capsys, SGLANG, "--json", tmp_path / "out.json", "--by", "kernel")[0] == 0
     found = json.loads((tmp_path / "out.json").read_text())
     assert found["devices"][0]["kernel_ns"] == 15_138_250
-    assert sum(row["sum_ns"] for row in found["by_kernel"]) == 15_152_778
+    assert sum(row["sum_ns"] for row in found["groups"]) == 15_152_778
     assert found["suspects"][0]["rule"] == "idle_sms"
     assert found["meta"]["gpu"] == "NVIDIA H200" and found["lost"] == {}
 
