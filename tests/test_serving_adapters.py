@@ -4,7 +4,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from dsv4lab.kernels import hc_pre, mqa_logits, sparse_mla
+from dsv4lab.kernels import hc_pre, mqa_logits, sparse_mla, topk
 from dsv4lab.kernels.sparse_mla import plans
 from dsv4lab.serving import adapters
 
@@ -163,3 +163,26 @@ def test_the_torch_indexers_differ_in_their_products_alone(index_call):
     seen = exact > -INF
     assert torch.equal(seen, rounded > -INF) and not torch.equal(exact, rounded)
     torch.testing.assert_close(rounded[seen], exact[seen], rtol=5e-2, atol=5e-2 * exact[seen].std().item())
+
+
+def test_before_anything_is_captured_every_asked_kernel_is_warmed_up(monkeypatch):
+    warmed = []
+    for module in (sparse_mla, mqa_logits, topk, hc_pre):
+        name = module.__name__.rpartition(".")[2]
+        monkeypatch.setattr(module, "warm_up", lambda device, name=name, **how: warmed.append((name, how)))
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Identity())
+    model[1].tp_q_head_num = 8
+    runner = types.SimpleNamespace(model=model)
+
+    def start(**asked: str) -> list[tuple[str, dict]]:
+        warmed.clear()
+        made = []
+        init = adapters.warm_up(asked)
+        init(lambda backend, runner, **more: made.append((backend, more)), "backend", runner, skip_prefill=True)
+        assert made == [("backend", {"skip_prefill": True})]
+        return list(warmed)
+
+    assert start(attention="mma") == [("sparse_mla", {"heads": 8, "impl": "mma"})]
+    assert start(indexer="triton", topk="triton") == [("mqa_logits", {"maxima": (True,)}), ("topk", {})]
+    assert start(mhc="split_k_bf16") == [("hc_pre", {"weights": torch.bfloat16})]
+    assert start(indexer="torch_bf16", mhc="bf16", sm120_path="forced") == []
