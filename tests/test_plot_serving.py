@@ -61,6 +61,13 @@ def test_what_a_stage_was_worth_in_order_and_alone(rates):
     assert table["so far"].tolist() == [1.0, 2.0, 32.0]
 
 
+def test_marks_are_met_missed_or_not_measured(rates):
+    gain = serving.over(rates, "indexer", "stock")
+    assert gain.to_dict() == {64: 32.0} and serving.over(rates, "indexer", "native_auto").empty
+    table = serving.met([("a", gain[64], 17.9, 1), ("b", 0.6, 0.5, -1), ("c", float("nan"), 1.0, 1)])
+    assert table["met"].tolist() == ["yes", "no", "not measured"]
+
+
 def test_what_a_cap_buys_needs_both_stages(rates):
     table = serving.capped(rates)
     assert table.loc[("stock", 64)].tolist() == [1600.0, 100.0, 16.0] and len(table) == 1

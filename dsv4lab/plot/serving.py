@@ -16,7 +16,7 @@ LADDER = {
     "split_k": "+ split-K",
     "bf16": "+ bf16 where FP32 was forced",
     "indexer_stock_mhc": "+ indexer at the real length",
-    "indexer": "+ MHC-pre in one pass",
+    "indexer": "+ MHC-pre in one pass: all fixes",
 }
 """The stages that follow from one another, and what each adds."""
 
@@ -59,6 +59,21 @@ def starts(run: Sequence[Record]) -> pd.DataFrame:
 def missing(table: pd.DataFrame) -> list[str]:
     """The stages without a row."""
     return [stage for stage in STAGES if stage not in table.index]
+
+
+def over(rates: pd.DataFrame, stage: str, other: str) -> pd.Series:
+    """How many times the tokens/s of `other` a stage serves, by concurrency; empty where one was not measured."""
+    if not {stage, other} <= set(rates.index):
+        return pd.Series(dtype=float, index=pd.Index([], name="C", dtype=int))
+    return (rates.loc[stage] / rates.loc[other]).dropna()
+
+
+def met(marks: Sequence[tuple[str, float, float, int]]) -> pd.DataFrame:
+    """Marks (text, measured, limit, 1 for at least or -1 for at most) and whether they were met; NaN: not measured."""
+    table = pd.DataFrame(marks, columns=["mark", "measured", "limit", "sign"]).set_index("mark")
+    good = table["sign"] * (table["measured"] - table["limit"]) >= 0
+    table["met"] = good.map({True: "yes", False: "no"}).where(table["measured"].notna(), "not measured")
+    return table[["measured", "met"]]
 
 
 def worth(rates: pd.Series, concurrency: int) -> pd.DataFrame:
@@ -112,7 +127,7 @@ def parity(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def ladder(rates: Mapping[str, pd.Series], title: str | None = None) -> Figure:
-    """Tokens/s as bars on a log scale, a panel for each name: rows in their order, marks to beat in green."""
+    """Tokens/s as bars, a panel for each name: rows in their order, marks to beat in green."""
     with styled():
         height = 1.4 + 0.34 * max(len(series) for series in rates.values())
         figure, grid = plt.subplots(1, len(rates), squeeze=False, figsize=(5.1 * len(rates), height))
@@ -122,8 +137,7 @@ def ladder(rates: Mapping[str, pd.Series], title: str | None = None) -> Figure:
             colors = [GREEN if stage in MARKS else BLUE if stage in LADDER else GREY for stage in series.index]
             bars = axes.barh(labels, series, color=colors)
             axes.bar_label(bars, [f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in series], padding=3)
-            axes.set_xscale("log")
-            axes.set_xlim(0.5 * series.min(), 3 * series.max())
+            axes.set_xlim(0, 1.2 * series.max())
             axes.invert_yaxis()
             axes.grid(visible=False, axis="y")
             axes.set_xlabel("output tokens/s")
