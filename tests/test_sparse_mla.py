@@ -7,7 +7,7 @@ import torch
 
 from dsv4lab import hardware, kv_cache, numerics
 from dsv4lab.kernels import sparse_mla as mla
-from dsv4lab.kernels.launch import ColdKernel
+from dsv4lab.kernels.launch import ColdKernel, frozen
 from dsv4lab.kernels.sparse_mla.tiles import VARYING
 
 DEVICE = "cpu" if hardware.probe() is None else "cuda"
@@ -434,6 +434,24 @@ def test_what_is_warmed_up_is_all_that_a_server_can_need(monkeypatch, heads, imp
             needed |= {variant(step) for step in mla.launches(now, out, lse, workspace, impl=impl, plan=plan)}
     assert needed <= warmed
     assert len(warmed) <= len(needed) + 2  # and hardly more
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [8, 64])
+def test_after_warm_up_no_batch_and_no_width_compiles_anything(heads):
+    mla.warm_up("cuda", heads=heads)
+    with frozen():
+        for rows, topk, extra_page in (
+            (1, 0, 1),
+            (3, 512, 64),
+            (1, 64, 2),
+            (17, 320, 2),
+            (300, 1088, 2),
+            (70, 512, 64),
+        ):
+            case = mla.Case("served", rows, heads, topk=topk, extra_page=extra_page, lengths="mixed")
+            (call,) = mla.make_inputs(case, device="cuda")
+            assert mla.sparse_mla_decode(**vars(call))[0].isfinite().all()
 
 
 @pytest.mark.gpu
