@@ -8,5 +8,5 @@ import os
 
 from dsv4lab import hardware
 
-if hardware.probe() is None:
+if not hardware.present():
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -56,6 +56,27 @@ def _workspace(device: torch.device) -> Tensor | None:
     return _workspaces.get(device)
 
 
+def warm_up(asked: dict[str, str]) -> Callable:
+    """Around the attention backend's `__init__`: compiles what the asked hooks can need, before any capture."""
+
+    def init(original: Callable, backend: Any, model_runner: Any, *args, **kwargs) -> None:
+        original(backend, model_runner, *args, **kwargs)
+        model = model_runner.model
+        device = next(model.parameters()).device
+        if impl := asked.get("attention"):
+            heads = next(module.tp_q_head_num for module in model.modules() if hasattr(module, "tp_q_head_num"))
+            sparse_mla.warm_up(device, heads=heads, impl=impl)
+            _workspace(device)
+        if asked.get("indexer") == "triton":
+            mqa_logits.warm_up(device, maxima=("topk" in asked,))
+        if "topk" in asked:
+            topk.warm_up(device)
+        if (impl := asked.get("mhc")) in kernel.IMPLEMENTATIONS:
+            kernel.warm_up(device, weights=torch.bfloat16 if impl == "split_k_bf16" else torch.float32)
+
+    return init
+
+
 def attention(impl: str, rank: Callable[[], int] | None = None) -> Callable:
     """`flash_mla_with_kvcache_sm120`: decode, verification and prefill alike, on the rank's own heads alone."""
 
