@@ -119,9 +119,9 @@ def index_call() -> mqa_logits.Inputs:
     return call
 
 
-def indexed(call: mqa_logits.Inputs, impl: str, maxima: bool, column: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def indexed(call: mqa_logits.Inputs, impl: str, column: bool) -> tuple[torch.Tensor, torch.Tensor]:
     lens = call.context_lens.view(-1, 1) if column else call.context_lens
-    logits = adapters.indexer(impl, maxima)(
+    logits = adapters.indexer(impl)(
         call.q, call.kv_cache, call.weights, lens, call.block_table, None, call.max_context_len, False
     )
     out, raw = (torch.full((3, 512), -7, dtype=torch.int32) for _ in range(2))
@@ -129,12 +129,11 @@ def indexed(call: mqa_logits.Inputs, impl: str, maxima: bool, column: bool) -> t
     return out, raw
 
 
-def test_logits_and_selection_meet_with_and_without_shared_maxima(index_call):
-    slots, raw = indexed(index_call, "triton", maxima=False, column=True)
-    for column in (False, True):
-        together = indexed(index_call, "triton", maxima=True, column=column)
-        assert torch.equal(together[0], slots) and torch.equal(together[1], raw)
-    torch_slots, _ = indexed(index_call, "torch_fallback", maxima=False, column=True)
+def test_logits_and_selection_meet(index_call):
+    slots, raw = indexed(index_call, "triton", column=True)
+    again = indexed(index_call, "triton", column=False)
+    assert torch.equal(again[0], slots) and torch.equal(again[1], raw)
+    torch_slots, _ = indexed(index_call, "torch_fallback", column=True)
     assert (torch_slots >= 0).sum(1).tolist() == index_call.context_lens.clamp(max=512).tolist()
     assert (slots >= 0).sum(1).tolist() == index_call.context_lens.clamp(max=512).tolist()
 
@@ -187,9 +186,21 @@ def test_an_empty_batch_goes_to_sglangs_own_mhc_pre():
     )
 
 
+@pytest.mark.gpu
+def test_the_counting_workspace_is_kept_grows_and_is_none_in_a_capture_without():
+    adapters._counts.clear()
+    device = torch.device("cuda", torch.cuda.current_device())
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        assert adapters._counting_workspace(2, 400, device) is None
+    small = adapters._counting_workspace(2, 400, device)
+    large = adapters._counting_workspace(3, 800, device)
+    assert adapters._counting_workspace(1, 8, device) is small and adapters._counting_workspace(3, 400, device) is large
+    assert adapters._counting_workspace(adapters.MOST_ROWS + 1, 8, device) is None and not large.any()
+
+
 def test_the_torch_indexers_differ_in_their_products_alone(index_call):
     given = vars(index_call)
-    calls = [adapters.indexer(impl, maxima=False) for impl in ("torch_fallback", "torch_bf16")]
+    calls = [adapters.indexer(impl) for impl in ("torch_fallback", "torch_bf16")]
     arguments = [given[name] for name in ("q", "kv_cache", "weights", "context_lens", "block_table")]
     exact, rounded = (call(*arguments, None, index_call.max_context_len) for call in calls)
     seen = exact > -INF
@@ -215,6 +226,6 @@ def test_before_anything_is_captured_every_asked_kernel_is_warmed_up(monkeypatch
         return list(warmed)
 
     assert start(attention="mma") == [("sparse_mla", {"heads": 8, "impl": "mma"})]
-    assert start(indexer="triton", topk="triton") == [("mqa_logits", {"maxima": (True,)}), ("topk", {})]
+    assert start(indexer="triton", topk="triton") == [("mqa_logits", {"maxima": (False,)}), ("topk", {})]
     assert start(mhc="split_k_bf16") == [("hc_pre", {"weights": torch.bfloat16})]
     assert start(indexer="torch_bf16", mhc="bf16", sm120_path="forced") == []

@@ -76,7 +76,7 @@ def test_a_release_is_hooked_where_it_looks(version):
 @pytest.mark.parametrize("version", VERSIONS)
 def test_every_call_a_release_makes_is_one_that_ours_takes(version):
     release, contract = releases.RELEASES[version], contracts.read(version)
-    ours = adapters.attention("split_k"), adapters.indexer("triton", maxima=True), adapters.topk_transform
+    ours = adapters.attention("split_k"), adapters.indexer("triton"), adapters.topk_transform
     for hook, function in zip(hooks(release), ours, strict=True):
         calls = [call for target in hook.targets for call in contract["functions"][target]["calls"]]
         assert calls

@@ -89,7 +89,7 @@ def _replacements(setting: Setting, release: Release, installed: str) -> Iterato
         observed = _proven("sm120_path", setting.sm120_path, installed, call, compiled=stock)
         yield release.attention.targets[0], observed, True
     if setting.indexer != settings.STOCK:
-        ours = adapters.indexer(setting.indexer, maxima=setting.topk != settings.STOCK)
+        ours = adapters.indexer(setting.indexer)
         for target in release.indexer.targets:
             yield target, _proven("indexer", setting.indexer, installed, ours), False
     if setting.topk != settings.STOCK:
