@@ -6,6 +6,7 @@ import matplotlib.pyplot as plt
 import pandas as pd
 from matplotlib.figure import Figure
 
+from dsv4lab.plot.chapters import number
 from dsv4lab.plot.palette import BLUE, GREEN, GREY
 from dsv4lab.plot.style import styled
 from dsv4lab.records import Record
@@ -66,6 +67,16 @@ def over(rates: pd.DataFrame, stage: str, other: str) -> pd.Series:
     if not {stage, other} <= set(rates.index):
         return pd.Series(dtype=float, index=pd.Index([], name="C", dtype=int))
     return (rates.loc[stage] / rates.loc[other]).dropna()
+
+
+def headline(frame: pd.DataFrame) -> str:
+    """The README's table as Markdown, output tokens/s: all fixes and SGLang's Hopper path."""
+    rates = served(frame)
+    lines = [["requests at once", "all fixes", MARKS["native"], "fixes / Hopper path"], ["--:"] * 4]
+    for load, ratio in over(rates, "indexer", "native").items():
+        both = (number(rates.loc[stage, load]) for stage in ("indexer", "native"))
+        lines.append([str(load), *both, f"{ratio:.2f}x"])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def met(marks: Sequence[tuple[str, float, float, int]]) -> pd.DataFrame:
