@@ -156,7 +156,7 @@ def _unmatched(kernels: pd.DataFrame) -> Section:
     if kernels.empty:
         return Section("every kernel belongs to a family")
     names = kernels["name"].astype(object).map(shortened)
-    title = f"of no family: {percent(kernels['share'].sum())}, {len(kernels):,} kernels by name"
+    title = f"of no family: {percent(kernels['share'].sum())}, {len(kernels):,} by name"
     return Section(title, table=pd.DataFrame({"share": kernels["share"].map(percent), "name": names}))
 
 
