@@ -186,6 +186,13 @@ def test_an_empty_batch_goes_to_sglangs_own_mhc_pre():
     )
 
 
+def test_a_counting_workspace_that_is_large_enough_is_used_again(monkeypatch):
+    small, large = torch.zeros(2, 400, dtype=torch.int32), torch.zeros(3, 800, dtype=torch.int32)
+    monkeypatch.setattr(adapters, "_counts", {small.device: [small, large]})
+    for shape, expected in (((2, 400), small), ((1, 8), small), ((3, 400), large), ((3, 801), None)):
+        assert adapters._counting_workspace(*shape, small.device) is expected
+
+
 @pytest.mark.gpu
 def test_the_counting_workspace_is_kept_grows_and_is_none_in_a_capture_without():
     adapters._counts.clear()

@@ -153,8 +153,8 @@ def _counting_workspace(rows: int, ints: int, device: torch.device) -> Tensor | 
     One that turned out too small stays: captured graphs still use it.
     """
     kept = _counts.setdefault(device, [])
-    if fitting := next((each for each in kept if each.shape[0] >= rows and each.shape[1] >= ints), None):
-        return fitting
+    if fitting := [each for each in kept if each.shape[0] >= rows and each.shape[1] >= ints]:
+        return fitting[0]
     if rows > MOST_ROWS or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return None
     with torch.inference_mode(False):
