@@ -48,6 +48,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         info = {"version": "0.5.14", "tp_size": 1, "api_key": os.environ.get("DSV4LAB_API_KEY")}
         info |= {"context_length": int(flag("--context-length", "0")), "json_model_override_args": flag(OVERRIDE, "{}")}
+        info["hooks"] = os.environ["DSV4LAB"]
         memory = {"weight": 1.0, "kvcache": 2.0, "graph": 0.0 if "--disable-cuda-graph" in sys.argv else 0.35}
         info["internal_states"] = [{"api_key": "inner", "last_gen_throughput": 1.0, "memory_usage": memory}]
         self.answer(b"junk" if MODE == "junk" and self.path == "/server_info" else json.dumps(info).encode())

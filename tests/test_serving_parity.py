@@ -91,6 +91,40 @@ def errors(plan: campaign.Plan) -> list[str]:
     return recorded(plan)["all"].check["errors"]
 
 
+def test_a_logprob_that_is_no_number_is_not_within_any_bound(plan, monkeypatch):
+    call = http.call
+
+    def broken(url, path, body=None, **more):
+        replies = call(url, path, body, **more)
+        if body and body.get("return_logprob") and "attention" in http.server_info(url)["hooks"]:
+            replies[-1]["meta_info"]["output_token_ids_logprobs"][1][-1][0] = None  # as JSON has NaN
+        return replies
+
+    monkeypatch.setattr(http, "call", broken)
+    good, said = walk(plan)
+    assert not good, said
+    found = recorded(plan)["all"]
+    assert any("prompts have a logprob that is no number" in error for error in found.check["errors"])
+    assert found.result["difference_max"] is None and None in found.check["differences"]
+    assert found.result["noise_max"] > 0
+
+
+def test_an_answer_of_another_form_costs_its_batch_alone(plan, monkeypatch):
+    calls, call = [], http.call
+
+    def odd(url, path, body=None, **more):
+        replies = call(url, path, body, **more)
+        if body and body.get("return_logprob"):
+            calls.append(body)
+            if len(calls) == 1:
+                del replies[0]["meta_info"]["output_token_logprobs"][1]
+        return replies
+
+    monkeypatch.setattr(http, "call", odd)
+    _, said = walk(plan)
+    assert any("native_b16: 4 of 20 prompts of 5 tokens answered (first error: ValueError" in text for text in said)
+
+
 def test_a_server_that_does_not_start_leaves_what_there_is(plan, monkeypatch):
     monkeypatch.setenv("FAKE", "crash")
     good, said = walk(plan)

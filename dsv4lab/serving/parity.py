@@ -15,6 +15,7 @@ What is there is not asked again.
 """
 
 import json
+import math
 import random
 import statistics
 import time
@@ -152,7 +153,7 @@ def _ask(plan: campaign.Plan, each: Run, context: int, url: str, tell: Callable[
         numbers = missing[start : start + each.batch]
         try:
             new = _batch(plan, each, context, numbers, url)
-        except (http.NoAnswer, LookupError, TypeError) as error:
+        except (http.NoAnswer, LookupError, TypeError, ValueError) as error:
             errors.append(f"{type(error).__name__}: {error}")
             if not http.healthy(url):
                 raise http.NoAnswer(errors[-1]) from None
@@ -166,7 +167,7 @@ def _ask(plan: campaign.Plan, each: Run, context: int, url: str, tell: Callable[
 
 
 def _batch(plan: campaign.Plan, each: Run, context: int, numbers: list[int], url: str) -> list[Answer]:
-    """One call. LookupError or TypeError where the answer lacks what was asked for."""
+    """One call. LookupError, TypeError or ValueError where the answer lacks what was asked for."""
     reference = None if each == REFERENCE else [_read(plan, REFERENCE)[context, number] for number in numbers]
     sampling = {"max_new_tokens": 2, "ignore_eos": True, "temperature": 0}
     body = {
@@ -186,7 +187,7 @@ def _batch(plan: campaign.Plan, each: Run, context: int, numbers: list[int], url
     for number, reply in zip(numbers, replies, strict=True):
         about = reply["meta_info"]
         (_, first, *_), (_, second, *_) = about["output_token_logprobs"]
-        logprobs = {str(token): value for value, token, *_ in about[field][1]}
+        logprobs = {str(token): math.nan if value is None else value for value, token, *_ in about[field][1]}
         answers.append(Answer(context, number, first, second, logprobs, seconds))
     return answers
 
@@ -219,8 +220,9 @@ def compare(plan: campaign.Plan) -> Iterator[Record]:
 
 
 def difference(one: Answer, other: Answer) -> float:
-    """The largest of any token's logprob, in nats."""
-    return max(abs(value - other.logprobs[token]) for token, value in one.logprobs.items())
+    """The largest of any token's logprob, in nats; infinite where one of them is no number."""
+    gaps = (abs(value - other.logprobs[token]) for token, value in one.logprobs.items())
+    return max(gap if math.isfinite(gap) else math.inf for gap in gaps)
 
 
 def _record(
@@ -245,7 +247,8 @@ def _record(
         "margin_median": statistics.median(answer.margin for answer in reference),
         "distinct": len({answer.second for answer in reference}),
     }
-    errors = list(_complaints(result, expected, followed.count(False)))
+    broken = sum(math.isinf(max(pair)) for pair in zip(noise, differences, strict=True))
+    errors = list(_complaints(result, expected, followed.count(False), broken))
     return bench.line(
         case,
         {"stage": OURS.stage, "against": REFERENCE.stage, "C": REFERENCE.batch, "C_again": AGAIN.batch,
@@ -259,16 +262,18 @@ def _record(
                "margins": _short(answer.margin for answer in reference)},
         server={stage: json.loads((plan.out / "parity" / f"{stage}.server.json").read_text(encoding="utf-8"))
                 for stage in (REFERENCE.stage, OURS.stage)},
-        result=result,
+        result={name: value if math.isfinite(value) else None for name, value in result.items()},
     )  # fmt: skip
 
 
-def _complaints(result: dict[str, float], expected: int, lost: int) -> Iterator[str]:
+def _complaints(result: dict[str, float], expected: int, lost: int, broken: int) -> Iterator[str]:
     """What keeps the bounds from being kept."""
     if result["prompts"] < expected:
         yield f"{result['prompts']} of {expected} prompts answered by every run"
     if lost:
         yield f"{lost} prompts went on after another first token"
+    if broken:
+        yield f"{broken} prompts have a logprob that is no number"
     for kind in ("mean", "max"):
         ours, noise = result[f"difference_{kind}"], result[f"noise_{kind}"]
         if ours > ALLOWED * noise:
@@ -279,5 +284,5 @@ def _complaints(result: dict[str, float], expected: int, lost: int) -> Iterator[
         yield f"only {result['distinct']} different answers to {result['prompts']} prompts: the weights are degenerate"
 
 
-def _short(values: Iterable[float]) -> list[float]:
-    return [float(f"{value:.4g}") for value in values]
+def _short(values: Iterable[float]) -> list[float | None]:
+    return [float(f"{value:.4g}") if math.isfinite(value) else None for value in values]
