@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 _FOLDERS = re.compile(r"(?<![\w.])[/~][^\s=,\"']*/")
+_DRIVE = re.compile(r"(?<![A-Za-z])[A-Za-z]:\\(?:[^\s\\]*\\)*")
 _ROOT = re.compile(r"(?<![\w./)\]])/(?=[\w.~-])")
 
 
@@ -17,4 +18,4 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 def without_folders(text: str) -> str:
     """`text` with every absolute path in it cut to its last part."""
-    return _ROOT.sub("", _FOLDERS.sub("", text))
+    return _DRIVE.sub("", _ROOT.sub("", _FOLDERS.sub("", text)))

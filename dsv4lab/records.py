@@ -26,7 +26,7 @@ from pydantic import (
 from dsv4lab.files import write_atomically
 from dsv4lab.roofline import Work
 
-_ABSOLUTE_PATH = re.compile(r"(?<![\w./)\]])/[\w.~-]|[A-Za-z]:\\")
+_ABSOLUTE_PATH = re.compile(r"(?<![\w./)\]])/[\w.~-]|(?<![A-Za-z])[A-Za-z]:\\")
 _FILE = re.compile(r"(?P<experiment>[a-z0-9_]+)_(?P<gpu>[a-z0-9-]+)_(?P<time>\d{8}T\d{6}Z)\.jsonl")
 _CHECK = ("error", "baseline_error", "tolerance")
 _M = TypeVar("_M", bound=BaseModel)

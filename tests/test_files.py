@@ -33,6 +33,8 @@ def test_what_cannot_be_finished_leaves_the_old_file(tmp_path, monkeypatch):
         ("'/opt/a/b'", "'b'"),
         ("a/b, 1/2", "a/b, 1/2"),
         ("see /tmp or </b>", "see tmp or <b>"),
+        (r"C:\Users\me\x.py failed", "x.py failed"),
+        (r'{"message": "Traceback:\n  died"}', r'{"message": "Traceback:\n  died"}'),
     ],
 )
 def test_folders_are_cut_from_text(text, left):

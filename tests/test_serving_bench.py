@@ -339,6 +339,13 @@ def test_a_run_is_recorded_without_paths_and_keys(server, tmp_path, monkeypatch)
     assert row["output_tok_s"] == record.result["output_tok_s"] and row["passed"]
 
 
+@pytest.mark.parametrize("text", [r'{"message": "Traceback:\n died"}', r'{"at": "a:\n"}', r"C:\Users\x", "~/a /b //c"])
+def test_no_error_text_keeps_a_failure_from_being_recorded(text):
+    failed = Measured(1, [[Outcome(0.0, 1.0, error=text)]])
+    line = bench.record(failed, SMALL, Identity(INFO), "stock", Clocks(before=None, after=None))
+    assert len(line.check["errors"]) == 1
+
+
 def test_a_failed_run_is_recorded_as_failed(tmp_path):
     outcome = Outcome(0.0, 1.0, error="ClientError: /tmp/some/socket is gone")
     line = bench.record(Measured(1, [[outcome]]), SMALL, Identity(INFO), "stock", Clocks(before=None, after=None))
