@@ -1,11 +1,12 @@
 import gzip
 import json
+import socket
 from dataclasses import replace
 
 import pytest
 
 from dsv4lab import cli, records, trace
-from dsv4lab.serving import campaign, launch, load, presets, profile
+from dsv4lab.serving import campaign, http, launch, load, presets, profile
 from dsv4lab.serving.campaign import Plan
 from dsv4lab.serving.launch import Server
 from dsv4lab.serving.load import Shape
@@ -98,6 +99,52 @@ def test_a_stage_that_should_have_started_is_tried_again(plan, monkeypatch):
     monkeypatch.setenv("FAKE", "")
     assert walk(plan, "native")[0]
     assert not (plan.out / "native.failed.jsonl").exists()
+
+
+def test_what_was_measured_before_a_failure_outlives_a_next_start_that_is_killed(plan, monkeypatch):
+    def dies(*_, **__):
+        raise http.NoAnswer("gone")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(campaign._Stage, "_profile", dies)
+        assert not walk(plan, "native")[0]
+    measured = lines(plan, "native.failed")[1:3]
+    assert [line["config"]["C"] for line in measured] == [1, 2]
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Server, "start", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+        walk(plan, "native")
+    assert lines(plan, "native.partial") == measured
+
+
+def test_a_stage_of_open_end_that_could_not_be_tried_is_not_done(plan):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", plan.port))
+        other.listen()
+        assert not walk(plan, "compile")[0]
+    assert not campaign.done(plan, "compile")
+    assert "cannot be had" in lines(plan, "compile.failed")[0]["check"]["errors"][0]
+    assert walk(plan, "compile")[0] and len(lines(plan, "compile")) == 3
+
+
+@pytest.mark.parametrize("where", ["bench.measure", "profile.steady", "trace.reduce"])
+def test_an_error_that_nobody_thought_of_ends_no_more_than_it_must(plan, monkeypatch, where):
+    def broken(*_, **__):
+        raise AttributeError("no such thing")
+
+    monkeypatch.setattr(f"dsv4lab.serving.campaign.{where}", broken)
+    good, said = walk(plan, "native", "native_auto")
+    assert good == (where != "bench.measure")
+    assert sum("AttributeError: no such thing" in text for text in said) == 2
+    if good:
+        assert len(lines(plan, "native_auto")) == 3
+    else:
+        assert "AttributeError" in lines(plan, "native_auto.failed")[1]["check"]["errors"][0]
+
+
+def test_graph_memory_that_is_not_told_is_no_number(plan, monkeypatch):
+    monkeypatch.setattr(campaign.bench, "account", lambda info: {"memory_gb": [None]})
+    walk(plan, "native")
+    assert lines(plan, "native")[0]["result"] == {"graph_gb": None}
 
 
 def test_failed_requests_are_recorded_and_make_the_stage_bad(plan, monkeypatch):

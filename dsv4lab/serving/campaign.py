@@ -174,6 +174,12 @@ def _read(plan: Plan, stage: str) -> list[Record]:
     return []
 
 
+def _told(error: Exception) -> str:
+    """What an error says; with its type, if it is none that says what it means."""
+    meant = isinstance(error, (ServeError, profile.NoTrace, trace.TraceError, ValueError, OSError))
+    return str(error) if meant else f"{type(error).__name__}: {error}"
+
+
 class _Stage:
     """One stage from start to stop; every record is on disk as soon as it exists."""
 
@@ -190,6 +196,8 @@ class _Stage:
     def run(self) -> None:
         """Never raises for what the server does: that is recorded."""
         self.lines = [line for line in _read(self.plan, self.name) if line.config["C"] and line.check["passed"]]
+        if self.lines:
+            self._write()
         self._file(".failed").unlink(missing_ok=True)
         begun = time.monotonic()
         try:
@@ -198,10 +206,10 @@ class _Stage:
                 self._measure(server)
                 if not self.missing:
                     self._profile(server, eager=False)
-        except (ServeError, http.NoAnswer, ValueError, OSError) as error:
+        except Exception as error:  # whatever it was, the next stage has its turn
             if not self.plan.left:
                 return self.say(f"cut off, the time is over: {error}")
-            self._failed(str(error), time.monotonic() - begun)
+            self._failed(error, time.monotonic() - begun)
         else:
             if self.missing:
                 return self.say("cut off, the time is over")
@@ -209,8 +217,10 @@ class _Stage:
 
     def _started(self, server: Server, seconds: float) -> None:
         info = bench.account(server.info)
-        graph = sum((memory or {}).get("graph", 0.0) for memory in info["memory_gb"])
-        self.say(f"ready after {seconds:.0f} s, graphs take {graph:.2f} GB, hooks live: {self.config.hooks}")
+        told = [memory["graph"] for memory in info["memory_gb"] if memory and "graph" in memory]
+        graph = sum(told) if told else None
+        taken = "" if graph is None else f"graphs take {graph:.2f} GB, "
+        self.say(f"ready after {seconds:.0f} s, {taken}hooks live: {self.config.hooks or 'none'}")
         self._add(seconds, {"graph_gb": graph}, {"info": info, "hooks": str(self.config.hooks)})
 
     def _measure(self, server: Server) -> None:
@@ -238,14 +248,14 @@ class _Stage:
                 server.url, server.run / "traces", batch=TRACED_BATCH, input=self.plan.shape.input,
                 steps=self.plan.steps, eager=eager, timeout_s=max(min(self.plan.left, 180.0), 1.0),
             )  # fmt: skip
-        except (profile.NoTrace, http.NoAnswer, OSError) as error:
-            return self.say(f"no {kind} profile: {error}")
+        except Exception as error:
+            return self.say(f"no {kind} profile: {_told(error)}")
         target = self.trace(eager=eager)
-        target.unlink(missing_ok=True)
         try:
+            target.unlink(missing_ok=True)
             trace.reduce(raw, target, stage=self.name, batch=TRACED_BATCH, graphs=not eager)
-        except (trace.TraceError, ValueError, TypeError, LookupError) as error:
-            return self.say(f"the {kind} profile stays as it is: {error}")
+        except Exception as error:
+            return self.say(f"the {kind} profile stays as it is: {_told(error)}")
         sizes = " of ".join(f"{path.stat().st_size / 2**20:.1f}" for path in (target, raw))
         self.say(f"profiled, {kind}: {target.name}, {sizes} MiB")
 
@@ -258,13 +268,15 @@ class _Stage:
         try:
             with Server(self.plan.config(self.name, eager=True), self.say) as server:
                 self._profile(server, eager=True)
-        except (ServeError, ValueError, OSError) as error:
-            self.say(f"no eager profile: {error}")
+        except Exception as error:
+            self.say(f"no eager profile: {_told(error)}")
 
-    def _failed(self, error: str, seconds: float) -> None:
-        self.say(f"failed: {error}")
-        self._add(seconds, {}, {"hooks": str(self.config.hooks)}, error)
-        self._end("" if self.leg.open_end else ".failed")
+    def _failed(self, error: Exception, seconds: float) -> None:
+        """Records what ended it: of an open end a result if the server did, but not if it could not even be tried."""
+        self.say(f"failed: {_told(error)}")
+        self._add(seconds, {}, {"hooks": str(self.config.hooks)}, _told(error))
+        result = self.leg.open_end and isinstance(error, (ServeError, http.NoAnswer))
+        self._end("" if result else ".failed")
 
     def _add(self, seconds: float, result: dict[str, float | None], server: dict, error: str = "") -> None:
         """A record of the start, or of what ended a started server before its time."""
@@ -280,6 +292,9 @@ class _Stage:
 
     def _keep(self, line: Record) -> None:
         self.lines.append(line)
+        self._write()
+
+    def _write(self) -> None:
         text = "".join(each.model_dump_json(by_alias=True) + "\n" for each in self.lines)
         write_atomically(self._file(".partial"), text)
 
