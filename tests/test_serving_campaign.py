@@ -1,12 +1,13 @@
 import gzip
 import json
 import socket
+import time
 from dataclasses import replace
 
 import pytest
 
 from dsv4lab import cli, records, trace
-from dsv4lab.serving import campaign, http, launch, load, presets, profile
+from dsv4lab.serving import bench, campaign, http, launch, load, presets, profile
 from dsv4lab.serving.campaign import Plan
 from dsv4lab.serving.launch import Server
 from dsv4lab.serving.load import Shape
@@ -171,7 +172,7 @@ def test_the_budget_ends_a_campaign_between_stages_and_within_them(plan, monkeyp
     assert not good and any("native: cut off, the time is over" in text for text in said)
     before = lines(plan, "native.partial")
     assert [line["case"] for line in before] == ["start", "c1_in8_out400"]
-    assert walk(plan, "native")[0] and not (plan.out / "native.partial.jsonl").exists()
+    assert walk(replace(cut, budget_s=60.0), "native")[0] and not (plan.out / "native.partial.jsonl").exists()
     after = lines(plan, "native")
     assert [line["config"]["C"] for line in after] == [1, None, 2] and after[0] == before[1]
 
@@ -190,6 +191,47 @@ def test_a_trace_is_taken_only_whole(tmp_path):
     for cut, whole in ((0, True), (5, False), (len(data) // 2, False)):
         path.write_bytes(data[: len(data) - cut])
         assert profile.is_whole(path) is whole
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"layers": 4}, "layers is 4, and out has native with 6: take another out"),
+        ({"context_length": 8192}, "context_length is 8192, and out has native with 1048576"),
+        ({"shape": Shape(8, 5)}, "output is 5, and out has native with 4"),
+        ({"waves": 2}, "waves is 2, and out has native with 3"),
+    ],
+)
+def test_one_folder_holds_one_kind_of_measurement(plan, changed, says):
+    walk(plan, "native")
+    with pytest.raises(ValueError, match=says):
+        walk(replace(plan, **changed), "indexer", "native")
+    assert not (plan.out / "indexer.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"waves": 0}, "waves must be at least 1, got 0"),
+        ({"steps": 0}, "steps must be at least 1, got 0"),
+        ({"warm_up": 0}, "warm_up must be at least 1, got 0"),
+        ({"layers": 44}, r"layers must be in 1\.\.43, got 44"),
+        ({"shape": Shape(0, 4)}, "input must be at least 1, got 0"),
+        ({"budget_s": float("nan")}, "budget_s must be at least 1, got nan"),
+    ],
+)
+def test_a_wrong_plan_is_named_before_anything_starts(plan, changed, says):
+    with pytest.raises(ValueError, match=says):
+        replace(plan, **changed)
+
+
+def test_the_waves_of_a_concurrency_share_what_time_is_left(plan):
+    with Server(launch.Config(preset="native", port=plan.port, run=plan.out / "run")) as server:
+        begun = time.monotonic()
+        many = bench.Plan((1,), Shape(8, 100), waves=4, budget_s=0.8)  # a wave takes 0.5 s and more
+        (found,) = bench.measure(server.url, many, say=lambda text: None)
+    assert not found.valid and time.monotonic() - begun < 2.5
+    assert [wave[0].error for wave in found.waves[1:]] == ["TimeoutError:"] * 3
 
 
 def test_every_stage_is_a_preset_and_in_its_order(plan):

@@ -170,6 +170,14 @@ def free(port: int) -> bool:
         ({"flags": ("--api-key", "x")}, "--api-key would show on the command line: set DSV4LAB_API_KEY instead"),
         ({"flags": ("--admin-api-key=x",)}, "--admin-api-key would show on the command line"),
         ({"nnodes": 2}, "dist_init_addr must be given for 2 nodes"),
+        ({"nnodes": 2, "node_rank": 2, "dist_init_addr": "a:1"}, r"node_rank must be in 0\.\.1, got 2"),
+        ({"nnodes": 0}, "nnodes must be at least 1, got 0"),
+        ({"tp": 0}, "tp must be at least 1, got 0"),
+        ({"context_length": -1}, "context_length must be at least 1, got -1"),
+        ({"layers": 0}, "layers must be at least 1, got 0"),
+        ({"port": 99999}, "port must be at most 65535, got 99999"),
+        ({"port": 0}, "port must be at least 1, got 0"),
+        ({"timeout_s": 0}, "timeout_s must be at least 1, got 0"),
     ],
 )
 def test_a_wrong_config_is_named(options, says):

@@ -7,7 +7,9 @@ which all of them decoded. More than 1% of failures make a run invalid; one with
 
 import asyncio
 import json
+import math
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
@@ -41,7 +43,8 @@ class Plan:
     """What to measure.
 
     expect: by name, what the server's account of itself must show as text; "hooks" as a setting. warm_up: tokens out in
-    the unmeasured wave, if not those of the shape. timeout_s: of a wave.
+    the unmeasured wave, if not those of the shape. timeout_s: of a wave. budget_s: of all waves at one concurrency;
+    what is still asked then has failed.
     """
 
     concurrency: tuple[int, ...] = (1, 16, 32, 64)
@@ -51,13 +54,11 @@ class Plan:
     expect: dict[str, str] = field(default_factory=dict)
     warm_up: int | None = None
     timeout_s: float = load.TIMEOUT_S
+    budget_s: float = math.inf
 
     def __post_init__(self):
-        counts = {"waves": self.waves, "input": self.shape.input, "output": self.shape.output}
-        counts |= {"concurrency": min(self.concurrency, default=0)}
-        for name, value in counts.items():
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+        counts = {"input": self.shape.input, "output": self.shape.output, "warm_up": self.warm_up}
+        settings.at_least(1, waves=self.waves, concurrency=min(self.concurrency, default=0), **counts)
 
 
 @dataclass(frozen=True)
@@ -181,14 +182,19 @@ def measure(url: str, plan: Plan, log: Path | None = None, say: Callable[[str], 
     found = []
     for concurrency in plan.concurrency:
         seeds = iter(range(plan.seed + 1000 * concurrency, plan.seed + 1000 * concurrency + plan.waves + 1))
-        warm_up = replace(plan.shape, output=plan.warm_up or plan.shape.output)
-        asyncio.run(load.wave(url, warm_up, concurrency, next(seeds), timeout_s=plan.timeout_s))
+        end = time.monotonic() + plan.budget_s
+        _wave(url, replace(plan.shape, output=plan.warm_up or plan.shape.output), concurrency, next(seeds), plan, end)
         before = log.stat().st_size if log else 0
-        waves = [asyncio.run(load.wave(url, plan.shape, concurrency, seed, timeout_s=plan.timeout_s)) for seed in seeds]
+        waves = [_wave(url, plan.shape, concurrency, seed, plan, end) for seed in seeds]
         compiles = server_log.compilations(log.read_bytes()[before:].decode(errors="replace")) if log else None
         found.append(Measured(concurrency, waves, compiles))
         say(found[-1].headline())
     return found
+
+
+def _wave(url: str, shape: Shape, concurrency: int, seed: int, plan: Plan, end: float) -> list[Outcome]:
+    timeout_s = max(min(plan.timeout_s, end - time.monotonic()), 0.1)  # 0 would be none
+    return asyncio.run(load.wave(url, shape, concurrency, seed, timeout_s=timeout_s))
 
 
 def run(

@@ -12,14 +12,14 @@ What is done is not done again, so that a run can be cut off, and continued on a
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 
 from dsv4lab import records, trace
 from dsv4lab.files import write_atomically
 from dsv4lab.records import Clocks, Record
-from dsv4lab.serving import bench, http, launch, presets, profile, synthetic
+from dsv4lab.serving import bench, http, launch, presets, profile, settings, synthetic
 from dsv4lab.serving.launch import ServeError, Server
 from dsv4lab.serving.load import Shape
 from dsv4lab.trace import reduced
@@ -79,6 +79,12 @@ class Plan:
     start_s: float = 900.0
     port: int = 30000
 
+    def __post_init__(self):
+        counts = {"input": self.shape.input, "output": self.shape.output}
+        settings.at_least(1, context_length=self.context_length, waves=self.waves, warm_up=self.warm_up, **counts)
+        settings.at_least(1, steps=self.steps, budget_s=self.budget_s, start_s=self.start_s)
+        synthetic.layer_flags(self.layers)
+
     @cached_property
     def deadline(self) -> float:
         """On the monotonic clock, counted from the first question."""
@@ -119,8 +125,13 @@ def describe(plan: Plan, stages: Iterable[str]) -> Iterable[str]:
 
 
 def run(plan: Plan, stages: Sequence[str], say: Callable[[str], None] = print) -> bool:
-    """Does what of `stages` is not done yet; whether all of them are now, and every number in them is valid."""
+    """Does what of `stages` is not done yet; whether all of them are now, and every number in them is valid.
+
+    ValueError if what the folder has of them was measured otherwise.
+    """
     begun, _ = time.monotonic(), plan.deadline
+    for stage in stages:
+        _check_alike(plan, stage)
     synthetic.write(plan.out / "model")
     for stage in stages:
         tell = lambda text, stage=stage: say(f"[{time.monotonic() - begun:6.0f} s] {stage}: {text}")  # noqa: E731
@@ -159,6 +170,21 @@ def store(lines: Sequence[Record], experiment: str, folder: Path) -> Path:
 def done(plan: Plan, stage: str) -> bool:
     """Whether the records of a stage are there."""
     return (plan.out / f"{stage}.jsonl").is_file()
+
+
+def _check_alike(plan: Plan, stage: str) -> None:
+    """ValueError naming how the records there are of a stage differ from what the plan would add to them."""
+    config = plan.config(stage)
+    for line in _read(plan, stage):
+        wanted, found = {"layers": config.layers, "context_length": config.context_length}, line.config
+        if line.config["C"]:
+            wanted, found = wanted | asdict(plan.shape), found | line.server["load"]
+            wanted, found = wanted | {"waves": plan.waves}, found | line.method
+        for name, value in wanted.items():
+            if found[name] is not None and found[name] != value:
+                raise ValueError(
+                    f"{name} is {value}, and {plan.out.name} has {stage} with {found[name]}: take another out"
+                )
 
 
 def _good(plan: Plan, stage: str) -> bool:
@@ -232,7 +258,7 @@ class _Stage:
                 return
             plan = bench.Plan(
                 (concurrency,), self.plan.shape, self.plan.waves, expect=expect, warm_up=self.plan.warm_up,
-                timeout_s=self.plan.left,
+                budget_s=self.plan.left,
             )  # fmt: skip
             before = bench.clocks_now()
             (found,) = bench.measure(server.url, plan, identity.log, self.say)

@@ -67,6 +67,12 @@ class Config:
 
     def __post_init__(self):
         preset = presets.find(self.preset)
+        counts = dict(tp=self.tp, context_length=self.context_length, layers=self.layers, nnodes=self.nnodes)
+        settings.at_least(1, port=self.port, timeout_s=self.timeout_s, **counts)
+        if self.port > 65535:
+            raise ValueError(f"port must be at most 65535, got {self.port}")
+        if not 0 <= self.node_rank < self.nnodes:
+            raise ValueError(f"node_rank must be in 0..{self.nnodes - 1}, got {self.node_rank}")
         if not self.model and not preset.layers:
             raise ValueError(f"model must be given: preset {self.preset} has no synthetic one")
         if self.layers is not None and not preset.layers:

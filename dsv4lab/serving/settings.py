@@ -60,3 +60,10 @@ def parse(text: str) -> Setting:
             raise ValueError(f"{VARIABLE}: {name} is given twice")
         given[name] = value
     return Setting(**given)
+
+
+def at_least(least: float, **numbers: float | None) -> None:
+    """ValueError naming the first of `numbers` that is less; None is none."""
+    for name, value in numbers.items():
+        if value is not None and not value >= least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
