@@ -156,11 +156,17 @@ def test_failed_requests_are_recorded_and_make_the_stage_bad(plan, monkeypatch):
     assert any("no graph profile: a request failed before all requests decoded: HTTP 500" in text for text in said)
 
 
-def test_without_a_trace_the_numbers_stay(plan, monkeypatch):
+def test_without_a_trace_the_numbers_stay_and_it_may_come_later(plan, monkeypatch):
     monkeypatch.setenv("FAKE", "no-trace")
     monkeypatch.setattr(profile, "_OUTPUT", 20)
     good, said = walk(plan, "native")
     assert good and any("no graph profile: the requests ended while the trace was awaited" in text for text in said)
+    before = (plan.out / "native.jsonl").read_bytes()
+    monkeypatch.setenv("FAKE", "")
+    monkeypatch.setattr(profile, "_OUTPUT", 2048)
+    assert walk(plan, "native")[0]
+    assert (plan.out / "traces" / "native_graph.trace.jsonl.gz").is_file()
+    assert (plan.out / "native.jsonl").read_bytes() == before and (plan.out / "runs" / "native_graph").is_dir()
 
 
 def test_the_budget_ends_a_campaign_between_stages_and_within_them(plan, monkeypatch):

@@ -3,7 +3,7 @@
     out/<stage>.jsonl           its records, one for the start and one a concurrency, there when the stage is done
     out/<stage>.partial.jsonl   the same of a stage under way or cut off: it is started again, for what is missing
     out/<stage>.failed.jsonl    what happened to a stage that should have started and did not: it is tried again
-    out/runs/<stage>/           log and receipts of its server, of <stage>_eager where there is a second
+    out/runs/<stage>/           log and receipts of its server, of <stage>_eager or _graph of one for a profile alone
     out/traces/<stage>_*        what it did in a few steps at batch 32, reduced; as the profiler had it, below out/runs
     out/records/                all records so far in one file, as the lab reads them
 
@@ -12,8 +12,8 @@ What is done is not done again, so that a run can be cut off, and continued on a
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import Path
 
 from dsv4lab import records, trace
@@ -135,16 +135,12 @@ def run(plan: Plan, stages: Sequence[str], say: Callable[[str], None] = print) -
     synthetic.write(plan.out / "model")
     for stage in stages:
         tell = lambda text, stage=stage: say(f"[{time.monotonic() - begun:6.0f} s] {stage}: {text}")  # noqa: E731
-        runner = _Stage(plan, stage, tell)
-        for asked, there, run_it in (
-            (True, done(plan, stage), runner.run),
-            (plan.eager and LEGS[stage].eager, runner.trace(eager=True).is_file(), runner.run_eager),
-        ):
-            if asked and there:
+        for there, run_it in _Stage(plan, stage, tell).parts():
+            if there:
                 tell("done before")
-            elif asked and plan.left < LEAST_S:
+            elif plan.left < LEAST_S:
                 tell("not begun, the time is over")
-            elif asked:
+            else:
                 run_it()
     for path in _join(plan):
         say(f"recorded: {path}")
@@ -200,6 +196,10 @@ def _read(plan: Plan, stage: str) -> list[Record]:
     return []
 
 
+def _kind(eager: bool) -> str:
+    return "eager" if eager else "graph"
+
+
 def _told(error: Exception) -> str:
     """What an error says; with its type, if it is none that says what it means."""
     meant = isinstance(error, (ServeError, profile.NoTrace, trace.TraceError, ValueError, OSError))
@@ -218,6 +218,16 @@ class _Stage:
     def missing(self) -> list[int]:
         """Concurrencies without a record."""
         return [c for c in self.leg.concurrency if c not in [line.config["C"] for line in self.lines]]
+
+    def parts(self) -> Iterator[tuple[bool, Callable[[], None]]]:
+        """What is asked for, in order: whether it is there, and what brings it."""
+        before = done(self.plan, self.name)
+        yield before, self.run
+        answered = any(line.config["C"] and line.check["passed"] for line in _read(self.plan, self.name))
+        if before and answered and not self.trace(eager=False).is_file():
+            yield False, partial(self.run_profile, eager=False)
+        if self.plan.eager and self.leg.eager:
+            yield self.trace(eager=True).is_file(), partial(self.run_profile, eager=True)
 
     def run(self) -> None:
         """Never raises for what the server does: that is recorded."""
@@ -268,7 +278,7 @@ class _Stage:
 
     def _profile(self, server: Server, *, eager: bool) -> None:
         """A trace, or word of why there is none: the numbers do not depend on it."""
-        kind = "eager" if eager else "graph"
+        kind = _kind(eager)
         try:
             raw = profile.steady(
                 server.url, server.run / "traces", batch=TRACED_BATCH, input=self.plan.shape.input,
@@ -287,15 +297,17 @@ class _Stage:
 
     def trace(self, *, eager: bool) -> Path:
         """Where the reduced trace goes."""
-        return self.plan.out / "traces" / f"{self.name}_{'eager' if eager else 'graph'}{reduced.SUFFIX}"
+        return self.plan.out / "traces" / f"{self.name}_{_kind(eager)}{reduced.SUFFIX}"
 
-    def run_eager(self) -> None:
-        """A second server without graphs, for its profile alone."""
+    def run_profile(self, *, eager: bool) -> None:
+        """Another server for its profile alone: without graphs, or for one that did not come when it was measured."""
+        kind = _kind(eager)
+        config = replace(self.plan.config(self.name, eager=eager), run=self.config.run.with_name(f"{self.name}_{kind}"))
         try:
-            with Server(self.plan.config(self.name, eager=True), self.say) as server:
-                self._profile(server, eager=True)
+            with Server(config, self.say) as server:
+                self._profile(server, eager=eager)
         except Exception as error:
-            self.say(f"no eager profile: {_told(error)}")
+            self.say(f"no {kind} profile: {_told(error)}")
 
     def _failed(self, error: Exception, seconds: float) -> None:
         """Records what ended it: of an open end a result if the server did, but not if it could not even be tried."""
