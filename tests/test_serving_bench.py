@@ -8,7 +8,7 @@ import pytest
 from aiohttp import web
 
 from dsv4lab import cli, records
-from dsv4lab.records import Clocks, Environment, Git
+from dsv4lab.records import Environment, Git
 from dsv4lab.serving import bench, guard, http, launch, receipts, settings
 from dsv4lab.serving.bench import Identity, Measured, Plan, WrongServer
 from dsv4lab.serving.load import Outcome, Shape, body, check_length, take, take_chunk
@@ -158,7 +158,7 @@ def test_speculation_brings_several_tokens_a_chunk():
     assert outcome.ttft == 0.1
     result = Measured(1, [[outcome]]).result()
     assert result["tpot_ms"] == pytest.approx(30 / 7) and result["chunk_gap_ms"] == pytest.approx(10)
-    assert result["accept_length"] == 2 and result["steps_s"] == pytest.approx(4 / 0.13)
+    assert result["accept_length"] == 2 and result["steps_s"] == pytest.approx(4 / 0.03)
 
 
 def test_tokens_that_came_at_once_have_no_times():
@@ -218,6 +218,52 @@ def test_one_failure_in_a_hundred_is_borne():
     good, bad = Outcome(0.0, 1.0, [(0.5, 1), (1.0, 4)]), Outcome(0.0, 1.0, error="x")
     assert Measured(1, [[good] * 99 + [bad]]).valid
     assert not Measured(1, [[good] * 98 + [bad] * 2]).valid
+
+
+def test_the_first_error_is_the_earliest():
+    late, early = Outcome(0.0, 2.0, error="a late one"), Outcome(0.0, 1.0, error="the first one")
+    assert Measured(2, [[late, early]]).headline().endswith("(first error: the first one)")
+
+
+def test_prompts_from_the_cache_are_told(server):
+    found = measured(server, [[chunk(1, cached_tokens=6), chunk(4, cached_tokens=6), "[DONE]"]])
+    assert found.result()["cached_tokens"] == 6 * 8
+    assert "48 prompt tokens came from the server's cache" in found.headline()
+    assert "cache" not in measured(server, [GOOD]).headline()
+
+
+def test_every_request_of_a_batch_takes_part_in_the_same_steps():
+    each = Outcome(0.0, 1.5, [(0.5, 1), (1.5, 21)], steps=10)
+    assert Measured(4, [[each] * 4]).result()["steps_s"] == 10
+    assert Measured(1, [[Outcome(0.0, 1.0, [(1.0, 8)], steps=4)]]).result()["steps_s"] is None
+
+
+@pytest.mark.parametrize("odd", [{"meta_info": [1]}, {"meta_info": {"completion_tokens": None}}, "no JSON"])
+def test_an_answer_of_another_form_is_a_failed_request(server, odd):
+    found = measured(server, [GOOD, [chunk(1), odd, "[DONE]"]])
+    assert 0 < found.ok < 8 and all(outcome.end for outcome in found.outcomes)
+
+
+def test_a_long_answer_may_repeat_all_its_tokens(server):
+    long = chunk(1) | {"output_ids": [120_000] * 80_000}
+    found = measured(server, [[long, chunk(4), "[DONE]"]])
+    assert found.ok == 8, found.headline()
+
+
+def test_what_was_measured_before_the_end_is_kept(server, tmp_path, monkeypatch):
+    original = bench.load.wave
+
+    async def interrupted(url, shape, concurrency, *rest, **options):
+        if concurrency == 2:
+            raise KeyboardInterrupt
+        return await original(url, shape, concurrency, *rest, **options)
+
+    monkeypatch.setattr(bench.load, "wave", interrupted)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        bench.run(server.url, replace(SMALL, concurrency=(1, 2)), directory=tmp_path, say=lambda text: None)
+    (kept,) = tmp_path.glob("*.partial")
+    assert json.loads(kept.read_text())["config"]["C"] == 1
+    assert kept.name in caught.value.__notes__[0]
 
 
 def test_no_success_is_a_result_all_the_same(server):
@@ -342,13 +388,13 @@ def test_a_run_is_recorded_without_paths_and_keys(server, tmp_path, monkeypatch)
 @pytest.mark.parametrize("text", [r'{"message": "Traceback:\n died"}', r'{"at": "a:\n"}', r"C:\Users\x", "~/a /b //c"])
 def test_no_error_text_keeps_a_failure_from_being_recorded(text):
     failed = Measured(1, [[Outcome(0.0, 1.0, error=text)]])
-    line = bench.record(failed, SMALL, Identity(INFO), "stock", Clocks(before=None, after=None))
+    line = bench.record(failed, SMALL, Identity(INFO), "stock")
     assert len(line.check["errors"]) == 1
 
 
 def test_a_failed_run_is_recorded_as_failed(tmp_path):
     outcome = Outcome(0.0, 1.0, error="ClientError: /tmp/some/socket is gone")
-    line = bench.record(Measured(1, [[outcome]]), SMALL, Identity(INFO), "stock", Clocks(before=None, after=None))
+    line = bench.record(Measured(1, [[outcome]]), SMALL, Identity(INFO), "stock")
     assert line.check["passed"] is False and line.check["errors"] == ["ClientError: socket is gone"]
     assert line.result["output_tok_s"] == 0
     records.write([line], "serving", tmp_path)

@@ -10,15 +10,15 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from dsv4lab import records
 from dsv4lab.files import without_folders
+from dsv4lab.journal import Journal
 from dsv4lab.records import Clocks, Environment, Git, Record
 from dsv4lab.serving import http, launch, load, receipts, server_log, settings
 from dsv4lab.serving.load import Outcome, Shape
@@ -107,6 +107,7 @@ class Measured:
     concurrency: int
     waves: list[list[Outcome]]
     compiles: int | None = None
+    clocks: Clocks | None = None
 
     @property
     def outcomes(self) -> list[Outcome]:
@@ -121,7 +122,11 @@ class Measured:
         return len(self.outcomes) - self.ok <= ALLOWED_FAILURES * len(self.outcomes)
 
     def result(self) -> dict[str, Any]:
-        """The numbers: throughputs in tokens/s, times in ms; None where nothing came."""
+        """The numbers: throughputs in tokens/s, times in ms; None where nothing came.
+
+        steps_s: verification steps of a request a second, which are the server's. cached_tokens: of the prompts, what
+        the server took from its cache instead of computing it.
+        """
         good = [outcome for outcome in self.outcomes if outcome.tokens]
         steps, tokens = sum(o.steps for o in good), sum(o.tokens for o in good)
         return {
@@ -131,7 +136,8 @@ class Measured:
             "tpot_ms": _median([1e3 * o.tpot for o in good if o.tpot is not None]),
             "chunk_gap_ms": _median([1e3 * gap for o in good for gap in o.chunk_gaps]),
             "accept_length": tokens / steps if steps else None,
-            "steps_s": steps / sum(map(duration, self.waves)) if steps else None,
+            "steps_s": _median([o.steps_s for o in good if o.steps_s is not None]),
+            "cached_tokens": sum(o.cached for o in good),
             "compiles": self.compiles,
         }
 
@@ -148,10 +154,12 @@ class Measured:
         ):
             if found[name] is not None:
                 text += f", {name.partition('_')[0]} {found[name]:.2f} {unit}"
+        if found["cached_tokens"]:
+            text += f", {found['cached_tokens']} prompt tokens came from the server's cache"
         if found["compiles"]:
             text += f", {found['compiles']} compilations meanwhile"
-        errors = sorted({outcome.error for outcome in self.outcomes if outcome.error})
-        return text + (f" (first error: {errors[0]})" if errors else "")
+        failed = [outcome for outcome in self.outcomes if outcome.error]
+        return text + (f" (first error: {min(failed, key=lambda o: o.end).error})" if failed else "")
 
 
 def duration(wave: Sequence[Outcome]) -> float:
@@ -177,19 +185,19 @@ def _median(values: Sequence[float]) -> float | None:
     return statistics.median(values) if values else None
 
 
-def measure(url: str, plan: Plan, log: Path | None = None, say: Callable[[str], None] = print) -> list[Measured]:
+def measure(url: str, plan: Plan, log: Path | None = None, say: Callable[[str], None] = print) -> Iterator[Measured]:
     """Warms up and measures at every concurrency of the plan, in its order."""
-    found = []
     for concurrency in plan.concurrency:
         seeds = iter(range(plan.seed + 1000 * concurrency, plan.seed + 1000 * concurrency + plan.waves + 1))
         end = time.monotonic() + plan.budget_s
+        before = clocks_now()
         _wave(url, replace(plan.shape, output=plan.warm_up or plan.shape.output), concurrency, next(seeds), plan, end)
-        before = log.stat().st_size if log else 0
+        written = log.stat().st_size if log else 0
         waves = [_wave(url, plan.shape, concurrency, seed, plan, end) for seed in seeds]
-        compiles = server_log.compilations(log.read_bytes()[before:].decode(errors="replace")) if log else None
-        found.append(Measured(concurrency, waves, compiles))
-        say(found[-1].headline())
-    return found
+        compiles = server_log.compilations(log.read_bytes()[written:].decode(errors="replace")) if log else None
+        found = Measured(concurrency, waves, compiles, Clocks(before=before, after=clocks_now()))
+        say(found.headline())
+        yield found
 
 
 def _wave(url: str, shape: Shape, concurrency: int, seed: int, plan: Plan, end: float) -> list[Outcome]:
@@ -207,14 +215,17 @@ def run(
     """
     identity = identify(url)
     check_identity(identity, plan.expect)
-    before = clocks_now()
-    found = measure(url, plan, identity.log, say)
-    clocks = Clocks(before=before, after=clocks_now())
-    lines = [record(each, plan, identity, stage or identity.stage or "unnamed", clocks) for each in found]
-    return records.write(lines, EXPERIMENT, directory), all(each.valid for each in found)
+    journal = Journal(EXPERIMENT, _provenance()[0].gpu, directory)
+    try:
+        for each in measure(url, plan, identity.log, say):
+            journal.add([record(each, plan, identity, stage or identity.stage or "unnamed")])
+        return journal.finish(), all(line.check["passed"] for line in journal.records)
+    except BaseException as error:
+        journal.abandon(error, worth_keeping=bool(journal.records))
+        raise
 
 
-def record(measured: Measured, plan: Plan, identity: Identity, stage: str, clocks: Clocks) -> Record:
+def record(measured: Measured, plan: Plan, identity: Identity, stage: str) -> Record:
     """One concurrency as a record: samples are the durations of the waves."""
     info = account(identity.info)
     failed = len(measured.outcomes) - measured.ok
@@ -237,7 +248,7 @@ def record(measured: Measured, plan: Plan, identity: Identity, stage: str, clock
             "errors": sorted({o.error for o in measured.outcomes if o.error})[:5],
         },
         seed=plan.seed,
-        clocks=clocks,
+        clocks=measured.clocks,
         server={"info": info, "hooks": identity.hooks or None, "load": asdict(plan.shape)},
         result=measured.result(),
     )  # fmt: skip

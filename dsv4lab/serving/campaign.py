@@ -18,7 +18,7 @@ from pathlib import Path
 
 from dsv4lab import records, trace
 from dsv4lab.files import write_atomically
-from dsv4lab.records import Clocks, Record
+from dsv4lab.records import Record
 from dsv4lab.serving import bench, http, launch, presets, profile, settings, synthetic
 from dsv4lab.serving.launch import ServeError, Server
 from dsv4lab.serving.load import Shape
@@ -270,11 +270,9 @@ class _Stage:
                 (concurrency,), self.plan.shape, self.plan.waves, expect=expect, warm_up=self.plan.warm_up,
                 budget_s=self.plan.left,
             )  # fmt: skip
-            before = bench.clocks_now()
             (found,) = bench.measure(server.url, plan, identity.log, self.say)
-            clocks = Clocks(before=before, after=bench.clocks_now())
             if found.valid or self.plan.left:
-                self._keep(bench.record(found, plan, identity, self.name, clocks))
+                self._keep(bench.record(found, plan, identity, self.name))
 
     def _profile(self, server: Server, *, eager: bool) -> None:
         """A trace, or word of why there is none: the numbers do not depend on it."""

@@ -20,19 +20,22 @@ FIRST_ID, LAST_ID = 100, 120_000
 """Prompts are drawn from these: no special token among them."""
 
 TIMEOUT_S = 600.0
+_LONGEST_LINE = 1 << 24
+"""Bytes of an event: SGLang repeats in each all the tokens so far."""
 
 
 @dataclass
 class Outcome:
     """One request. Times in seconds on one clock; `arrivals`: (when, tokens so far) of each chunk that brought some.
 
-    steps: verification steps of a speculating server, else 0.
+    steps: verification steps of a speculating server, else 0. cached: tokens of the prompt that the server had already.
     """
 
     start: float
     end: float = 0.0
     arrivals: list[tuple[float, int]] = field(default_factory=list)
     steps: int = 0
+    cached: int = 0
     error: str = ""
 
     @property
@@ -51,6 +54,12 @@ class Outcome:
         """Seconds a token after the first chunk; None if all came at once."""
         (first, had), (last, tokens) = self.arrivals[0], self.arrivals[-1]
         return (last - first) / (tokens - had) if tokens > had else None
+
+    @property
+    def steps_s(self) -> float | None:
+        """Verification steps a second after the first chunk, which prefill brings; None without."""
+        took = self.arrivals[-1][0] - self.arrivals[0][0]
+        return self.steps / took if self.steps and took else None
 
     @property
     def chunk_gaps(self) -> list[float]:
@@ -98,7 +107,8 @@ async def wave(
     outcomes = [] if outcomes is None else outcomes
     outcomes += [Outcome(time.perf_counter()) for _ in bodies]
     connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=timeout_s)
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers()) as session:
+    options = dict(connector=connector, timeout=timeout, headers=headers(), read_bufsize=_LONGEST_LINE)
+    async with aiohttp.ClientSession(**options) as session:
         requests = zip(outcomes, bodies, strict=True)
         await asyncio.gather(*(_request(session, url, shape, each, outcome) for outcome, each in requests))
     return outcomes
@@ -115,15 +125,9 @@ async def _request(session: Any, url: str, shape: Shape, payload: dict, outcome:
             else:
                 take_chunk(outcome, await answer.json(content_type=None))
                 check_length(outcome, shape.output)
-    except (OSError, ValueError, TimeoutError, *_client_errors()) as error:
+    except Exception as error:  # refused, broken off, or nothing that SGLang would say
         outcome.error = outcome.error or one_line(f"{type(error).__name__}: {error}")
     outcome.end = time.perf_counter()
-
-
-def _client_errors() -> tuple[type[Exception], ...]:
-    import aiohttp
-
-    return (aiohttp.ClientError,)
 
 
 async def take(outcome: Outcome, lines: AsyncIterator[bytes], expected: int) -> None:
@@ -153,6 +157,7 @@ def take_chunk(outcome: Outcome, chunk: Any) -> None:
     if tokens > (outcome.arrivals[-1][1] if outcome.arrivals else 0):
         outcome.arrivals.append((time.perf_counter(), tokens))
     outcome.steps = about.get("spec_verify_ct", outcome.steps)
+    outcome.cached = about.get("cached_tokens", outcome.cached)
 
 
 def check_length(outcome: Outcome, expected: int) -> None:
