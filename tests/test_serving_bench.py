@@ -1,5 +1,6 @@
 import asyncio
 import json
+import os
 import threading
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
@@ -359,7 +360,9 @@ def test_what_the_launcher_left_tells_stage_hooks_and_log(server, tmp_path, monk
     monkeypatch.setenv(receipts.VARIABLE, str(run / "receipts"))
     receipts.write(receipts.Receipt(kind="live", hook="topk", impl="triton", rank=0, pid=1, sglang="0.5.14"))
     (run / launch.STARTED).write_text(json.dumps({"preset": "indexer"}))
-    (tmp_path / "state.json").write_text(json.dumps({"log": str(run / "server.log")}))
+    me = guard.Process(os.getpid())
+    left = {"boot": guard.boot_id(), "guard": {"pid": me.pid, "started": me.started}, "log": str(run / "server.log")}
+    (tmp_path / "state.json").write_text(json.dumps(left))
     found = bench.identify(server.url)
     assert (found.stage, found.hooks, found.log) == ("indexer", "topk=triton", run / "server.log")
     bench.check_identity(found, {"hooks": "topk=triton,version=0.5.14"})

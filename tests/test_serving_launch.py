@@ -222,6 +222,12 @@ def test_gpus_are_read_from_the_driver(monkeypatch):
     first, second = machine.gpus()
     assert (first.arch, second.arch, second.free) == ("sm_90", "sm_120", 97000 * 2**20)
     assert "--id=2,3" in asked[0]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert machine.gpus() == []
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    listed = "NVIDIA GB10, 12.1, [N/A], [N/A]\n"
+    (only,) = machine.gpus()
+    machine.check_gpus(presets.find("single"), "single", 1, 2**40, [only])
 
 
 # the command line and the environment of the server
@@ -386,6 +392,67 @@ def test_a_start_ends_what_a_killed_guard_left_behind(launcher, port, tmp_path, 
     assert any(text.startswith("ended ") and "that an earlier server left behind" in text for text in said)
 
 
+def test_stopping_ends_what_its_own_killed_guard_left_behind(port, tmp_path, monkeypatch):
+    monkeypatch.setenv("FAKE", "family")
+    server = Server(fake(port, tmp_path)).start()
+    family = children_said(server.log)
+    server._guard.kill()
+    with pytest.raises(ServeError, match="the server ended with status -9"):
+        server.wait()
+    assert all(map(alive, family))
+    server.stop()
+    assert not any(map(alive, family)) and not launch.state_file(port).exists()
+
+
+def test_a_server_that_came_after_a_killed_guard_is_not_the_one_it_started(launcher, port, tmp_path):
+    assert bench.identify(f"http://127.0.0.1:{port}").stage == "synthetic"
+    os.kill(json.loads(launch.state_file(port).read_text())["guard"]["pid"], signal.SIGKILL)
+    assert until(lambda: free(port)) and launch.state_file(port).exists()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench.http, "server_info", lambda url: {"version": "0.5.14", "internal_states": []})
+        found = bench.identify(f"http://127.0.0.1:{port}")
+    assert (found.stage, found.hooks, found.log) == ("", "", None)
+
+
+def test_what_does_not_end_stays_known(tmp_path, monkeypatch):
+    stuck = guard.Process(os.getpid())
+    one = guard.Guard.__new__(guard.Guard)
+    one.launcher, one.code, one.state, one.log = os.getppid(), 0, tmp_path / "state", tmp_path / "log"
+    one.pump, one.asked_to_end = guard.threading.Thread(target=int), guard.threading.Event()
+    one.pump.start()
+    monkeypatch.setattr(guard.Guard, "_end", lambda _: None)
+    for left, stays in (([stuck], True), ([], False)):
+        monkeypatch.setattr(guard, "descendants", lambda _, left=left: left)
+        one.state.write_text("{}")
+        one.run()
+        assert one.state.exists() is stays
+
+
+def test_a_process_of_somebody_else_does_not_keep_the_others_alive(monkeypatch):
+    sent = []
+
+    def kill(pid, number):
+        sent.append(pid)
+        raise PermissionError
+
+    monkeypatch.setattr(guard.os, "kill", kill)
+    guard.send(signal.SIGTERM, [guard.Process(os.getpid()), guard.Process(1)])
+    assert sent == [os.getpid(), 1]
+
+
+def test_a_full_disk_does_not_keep_the_server_waiting():
+    source, sink = os.pipe()
+    pump = guard.threading.Thread(target=guard.copy, args=(os.fdopen(source, "rb"), Path("/dev/full")), daemon=True)
+    pump.start()
+    writer = guard.threading.Thread(target=os.write, args=(sink, b"x\n" * (1 << 18)), daemon=True)
+    writer.start()
+    writer.join(5)
+    assert not writer.is_alive()
+    os.close(sink)
+    pump.join(5)
+    assert not pump.is_alive()
+
+
 def test_a_state_file_of_another_boot_or_of_a_reused_number_ends_nothing(port):
     bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
     mine = guard.Process(bystander.pid)
@@ -420,6 +487,11 @@ def test_a_state_file_of_another_boot_or_of_a_reused_number_ends_nothing(port):
             "dsv4lab: no hooks for sglang 0.6.0: known are",
         ),
         ("sglang: error: unrecognized arguments: --foo", "sglang: error: unrecognized arguments: --foo"),
+        (
+            "[2026-01-01 00:00:00 TP3] Traceback (most recent call last):\n  File\n"
+            "[2026-01-01 00:00:00 TP1] Load weight end.\n    f()\nValueError: a\n",
+            "ValueError: a",
+        ),
     ],
 )
 def test_the_first_error_of_a_log(text, says):
@@ -468,6 +540,15 @@ def test_ranks_of_a_node():
     assert arguments.ranks(parsed(tp_size=8, dp_size=8, enable_dp_attention=True)) == 8
     older = dict(tensor_parallel_size=4, pipeline_parallel_size=1, data_parallel_size=2, nnodes=1)
     assert arguments.ranks(arguments.argparse.Namespace(**older)) == 8
+    with pytest.raises(ValueError, match="tp 1, pp 1 and dp 1 make 1 ranks, which 2 nodes cannot share"):
+        arguments.ranks(parsed(nnodes=2))
+
+
+def test_ranks_that_cannot_be_are_one_line(monkeypatch):
+    impossible = arguments.argparse.Namespace(tp_size=3, pp_size=1, dp_size=1, nnodes=2)
+    monkeypatch.setattr(arguments, "parse", lambda flags: impossible)
+    with pytest.raises(SystemExit, match=r"dsv4lab: tp 3, .* which 2 nodes cannot share"):
+        arguments.main()
 
 
 def test_without_sglang_the_command_that_helps_is_named(monkeypatch):

@@ -45,9 +45,15 @@ def python_path(*more: Path) -> str:
 
 
 def ranks(parsed: argparse.Namespace) -> int:
-    """Scheduler processes on one node: data parallelism repeats them, unless it is that of the attention alone."""
+    """Scheduler processes on one node: data parallelism repeats them, unless it is that of the attention alone.
+
+    ValueError where the nodes cannot share them equally.
+    """
     tp, pp, dp = (_size(parsed, *names) for names in _SIZES)
-    return tp * pp * (1 if getattr(parsed, "enable_dp_attention", False) else dp) // parsed.nnodes
+    every = tp * pp * (1 if getattr(parsed, "enable_dp_attention", False) else dp)
+    if every < 1 or every % parsed.nnodes:
+        raise ValueError(f"tp {tp}, pp {pp} and dp {dp} make {every} ranks, which {parsed.nnodes} nodes cannot share")
+    return every // parsed.nnodes
 
 
 def _size(parsed: argparse.Namespace, *names: str) -> int:
@@ -66,10 +72,12 @@ def parse(flags: list[str]) -> argparse.Namespace:
 
 def main() -> None:
     try:
-        parsed = parse(sys.argv[1:])
+        found = ranks(parse(sys.argv[1:]))
+    except ValueError as error:
+        sys.exit(f"dsv4lab: {error}")
     except ImportError as error:
         sys.exit(f"dsv4lab: sglang does not load ({one_line(str(error))}): pip install 'dsv4lab[kernels,serve]'")
-    print(json.dumps({"ranks": ranks(parsed)}))
+    print(json.dumps({"ranks": found}))
 
 
 if __name__ == "__main__":

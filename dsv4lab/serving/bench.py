@@ -77,8 +77,11 @@ def identify(url: str) -> Identity:
     parts = urlsplit(url)
     if parts.hostname not in ("127.0.0.1", "localhost", "::1"):
         return Identity(info)
+    left = launch.read_state(launch.state_file(parts.port or 80))
+    if not left or not launch.overseer(left):
+        return Identity(info)  # what answers there now is not what was started
     try:
-        run = Path(json.loads(launch.state_file(parts.port or 80).read_text(encoding="utf-8"))["log"]).parent
+        run = Path(left["log"]).parent
         started = json.loads((run / launch.STARTED).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return Identity(info)

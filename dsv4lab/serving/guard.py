@@ -90,8 +90,8 @@ def send(number: int, found: list[Process]) -> None:
     for process in found:
         try:
             os.kill(process.pid, number)
-        except ProcessLookupError:
-            pass
+        except (ProcessLookupError, PermissionError):
+            pass  # gone, or become another user's: the others still have to end
 
 
 class Guard:
@@ -130,7 +130,8 @@ class Guard:
             self._reap()
         self._end()
         self.pump.join(1)
-        self.state.unlink(missing_ok=True)
+        if not descendants(os.getpid()):  # what hangs in the driver is for the next start to know of
+            self.state.unlink(missing_ok=True)
         self.log.with_name(SECRET).unlink(missing_ok=True)
         return 1 if self.code is None or self.code < 0 else self.code
 
@@ -162,12 +163,19 @@ def copy(source: IO[bytes], log: Path) -> None:
     secret = os.environ.get(API_KEY, "").encode()
     kept = b""
     with log.open("wb", buffering=0) as target:
+
+        def put(text: bytes) -> None:
+            try:
+                target.write(text.replace(secret, _BLACK) if secret else text)
+            except OSError:
+                pass  # no room: a server whose output nobody takes would hang
+
         while read := os.read(source.fileno(), 1 << 16):
             kept += read
             end = max(kept.rfind(b"\n"), kept.rfind(b"\r")) + 1
-            target.write(kept[:end].replace(secret, _BLACK) if secret else kept[:end])
+            put(kept[:end])
             kept = kept[end:]
-        target.write(kept.replace(secret, _BLACK) if secret else kept)
+        put(kept)
 
 
 def main() -> None:

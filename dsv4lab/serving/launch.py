@@ -182,14 +182,18 @@ class Server:
 
     def stop(self) -> None:
         """Ends the server and all it started; within ten seconds, and whatever state it is in."""
-        if self._guard is not None and self._guard.poll() is None:
-            self._guard.send_signal(signal.SIGTERM)
-            try:
-                self._guard.wait(STOP_S)
-            except subprocess.TimeoutExpired:
-                self._guard.kill()
-                self._guard.wait()
-                list(end_leftovers(state_file(self.config.port)))
+        if self._guard is not None:
+            if self._guard.poll() is None:
+                self._guard.send_signal(signal.SIGTERM)
+                try:
+                    self._guard.wait(STOP_S)
+                except subprocess.TimeoutExpired:
+                    self._guard.kill()
+                    self._guard.wait()
+            state = state_file(self.config.port)
+            if (left := read_state(state)) and left["guard"]["pid"] == self._guard.pid:  # it was killed itself
+                for said in end_leftovers(state):
+                    self.say(said)
         self._secret_file.unlink(missing_ok=True)
 
     def wait(self) -> None:
@@ -280,24 +284,36 @@ def state_file(port: int) -> Path:
     return folder / f"server_{port}.json"
 
 
-def end_leftovers(state: Path) -> Iterator[str]:
-    """Ends what an earlier start left running without its guard; says so. ValueError if that start still guards it."""
+def read_state(state: Path) -> dict | None:
+    """What the guard of an earlier start wrote, since this machine booted; None if there is nothing."""
     try:
         left = json.loads(state.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
-        return
-    if left["boot"] == guard.boot_id():
-        overseer = next((process for process in guard.processes() if process.pid == left["guard"]["pid"]), None)
-        if overseer and overseer.started == left["guard"]["started"] and overseer.alive:
-            if overseer.parent == left["launcher"]:
-                raise ValueError(f"a server that dsv4lab started still runs there: kill {overseer.pid} ends it")
+        return None
+    return left if left["boot"] == guard.boot_id() else None
+
+
+def overseer(left: dict) -> guard.Process | None:
+    """The guard that wrote `left`, if it still runs."""
+    found = next((process for process in guard.processes() if process.pid == left["guard"]["pid"]), None)
+    return found if found and found.alive and found.started == left["guard"]["started"] else None
+
+
+def end_leftovers(state: Path) -> Iterator[str]:
+    """Ends what an earlier start left running without its guard; says so. ValueError if that start still guards it."""
+    if left := read_state(state):
+        if still := overseer(left):
+            if still.parent == left["launcher"]:
+                raise ValueError(f"a server that dsv4lab started still runs there: kill {still.pid} ends it")
             yield "an earlier server is being ended"
-            _await_end({overseer.pid})
+            _await_end({still.pid})
         now = {process.pid: process for process in guard.processes()}
         if lost := [process for process in now.values() if process.alive and _is_of(process, left, now)]:
             guard.send(signal.SIGKILL, lost)
             yield f"ended {len(lost)} processes that an earlier server left behind"
-            _await_end({process.pid for process in lost})
+            if stuck := _await_end({process.pid for process in lost}):
+                yield f"these do not end: {', '.join(map(str, sorted(stuck)))}"
+                return
     state.unlink(missing_ok=True)
 
 
@@ -309,7 +325,11 @@ def _is_of(process: guard.Process, left: dict, now: dict[int, guard.Process]) ->
     return same_group or process.has_mark(left["mark"])
 
 
-def _await_end(pids: set[int]) -> None:
+def _await_end(pids: set[int]) -> set[int]:
+    """Those that have not ended within `STOP_S`."""
     deadline = time.monotonic() + STOP_S
-    while pids & {process.pid for process in guard.processes() if process.alive} and time.monotonic() < deadline:
+    while left := pids & {process.pid for process in guard.processes() if process.alive}:
+        if time.monotonic() > deadline:
+            break
         time.sleep(0.05)
+    return left

@@ -1,5 +1,6 @@
 """What a start can find out beforehand, so that it is refused in one line rather than by a log of a thousand."""
 
+import math
 import os
 import re
 import socket
@@ -25,8 +26,10 @@ class Gpu:
 
 
 def gpus() -> list[Gpu]:
-    """The GPUs here that CUDA may see; none without a driver."""
-    seen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    """The GPUs here that CUDA may see; none without a driver. Memory that the driver does not tell has no end."""
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if seen is not None and not seen.strip():
+        return []
     chosen = [f"--id={seen}"] if seen else []
     try:
         command = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits", *chosen]
@@ -35,9 +38,13 @@ def gpus() -> list[Gpu]:
         return []
     rows = [[cell.strip() for cell in line.split(",")] for line in listed.splitlines()]
     return [
-        Gpu(name, "sm_" + capability.replace(".", ""), float(total) * 2**20, float(free) * 2**20)
+        Gpu(name, "sm_" + capability.replace(".", ""), _bytes(total), _bytes(free))
         for name, capability, total, free in rows
     ]
+
+
+def _bytes(mib: str) -> float:
+    return float(mib) * 2**20 if mib.isdigit() else math.inf  # "[N/A]" where it is the machine's own
 
 
 def check_gpus(preset: Preset, name: str, ranks: int, weights: float, found: list[Gpu]) -> None:

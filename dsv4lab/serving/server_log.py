@@ -1,6 +1,7 @@
 """What a server's log says: how far its start has come, and what went wrong first."""
 
 import re
+from collections.abc import Iterator
 
 _PREFIX = re.compile(r"^\[\d{4}-\d\d-\d\d [\d:]+[^\]]*\] ?")
 _EXCEPTION = re.compile(r"^(?:[A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt|Kernel)\b|[a-z_]\w*(?:\.\w+)+:)")
@@ -51,18 +52,20 @@ def first_error(text: str, argv: list[str] | None = None) -> str:
     Of a traceback its exception, of a chain of them the cause; with no error at all, the last line. A flag in `argv`
     that is known to bring such an error is named.
     """
-    lines = [_PREFIX.sub("", line.rstrip()) for line in re.split(r"[\r\n]+", text)]
-    lines = [line for line in lines if line]
-    found = next(_errors(lines), lines[-1].strip() if lines else "it said nothing")
+    lines = [line.rstrip() for line in re.split(r"[\r\n]+", text) if line.strip()]
+    found = next(_errors(lines), _PREFIX.sub("", lines[-1]).strip() if lines else "it said nothing")
     hints = [hint for flag, pattern, hint in _HINTS if flag in (argv or ()) and pattern.search(text)]
     return "; ".join([found[:400], *hints])
 
 
-def _errors(lines: list[str]):
+def _errors(lines: list[str]) -> Iterator[str]:
     inside = False
-    for line in lines:
+    for whole in lines:
+        line = _PREFIX.sub("", whole)
         if "Traceback (most recent call last)" in line:
             inside = True
+        elif inside and line != whole:
+            continue  # of another rank, which said something meanwhile
         elif inside and not line.startswith((" ", "\t", "|", "+")):
             inside = False
             yield line.strip()
