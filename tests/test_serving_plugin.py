@@ -243,6 +243,15 @@ def test_the_plugin_hooks_every_release(monkeypatch, sglang, tmp_path, version):
     }
 
 
+def test_no_error_at_all_lets_a_server_run_without_what_was_asked(monkeypatch, sglang):
+    def broken(*_):
+        raise RuntimeError("no kernel image is\navailable")
+
+    sglang("0.5.14")
+    monkeypatch.setattr(plugin, "install", broken)
+    assert registered(monkeypatch, ALL) == "dsv4lab: RuntimeError: no kernel image is available"
+
+
 def test_the_sm120_path_is_forced_before_the_modules_that_ask_are_imported(monkeypatch, sglang):
     sglang("0.5.14")
     asked = []

@@ -28,8 +28,9 @@ def register() -> None:
         setting = settings.parse(os.environ.get(settings.VARIABLE, ""))
         if setting.active:
             install(setting, version("sglang"))
-    except (ValueError, LookupError, ImportError, AttributeError, OSError) as error:
-        sys.exit(f"dsv4lab: {one_line(str(error))}")
+    except Exception as error:
+        kind = "" if isinstance(error, (ValueError, ImportError, AttributeError)) else f"{type(error).__name__}: "
+        sys.exit(f"dsv4lab: {kind}{one_line(str(error))}")
 
 
 def install(setting: Setting, installed: str) -> None:
