@@ -103,6 +103,8 @@ def test_each_bucket_is_captured_once_the_largest_first_and_never_again():
         ((inputs(2)[0], inputs(3)[1]), r"got float32\[2, 3\], float32\[3\]"),
         ((inputs(2)[0].double(), inputs(2)[1]), r"got float64\[2, 3\]"),
         ((torch.tensor(1.0), torch.tensor(1.0)), r"got float32\[\]"),
+        ((3, inputs(2)[1]), r"got 3, float32\[2\]"),
+        ((inputs(2)[0], None), r"got float32\[2, 3\], None"),
     ],
 )
 def test_what_no_graph_can_take_is_refused_with_its_shape(args, message):
@@ -119,7 +121,7 @@ def test_bad_buckets_examples_and_outputs():
     graph = capture.graph(scaled, [1], Replayed())
     with pytest.raises(ValueError, match="warm_up with examples first"):
         graph(*inputs(1))
-    for examples in ((), (torch.ones(2), torch.ones(3)), (torch.tensor(1.0),), (torch.ones(0, 3),)):
+    for examples in ((), (torch.ones(2), torch.ones(3)), (torch.tensor(1.0),), (torch.ones(0, 3),), (3,)):
         with pytest.raises(ValueError, match=r"examples must be tensors \[B, \.\.\.\]"):
             graph.warm_up(*examples)
     graph = capture.graph(lambda v: (v.sum(),), [2], Replayed())

@@ -82,8 +82,8 @@ class BucketedGraph:
         several graphs let only the last one `freeze`. Raises CaptureFailed naming the bucket, and leaves what was
         captured before in place.
         """
-        rows = {example.shape[0] for example in examples if example.dim()}
-        if len(rows) != 1 or not min(rows) or not all(example.dim() for example in examples):
+        rows = {_batch(example) for example in examples}
+        if len(rows) != 1 or not min(rows):
             raise ValueError(f"examples must be tensors [B, ...] of one B of at least 1, got {_shapes(examples)}")
         self.thaw()
         self._backend = self._backend or CudaGraphs(examples[0].device)
@@ -122,15 +122,20 @@ class BucketedGraph:
         if not self._graphs:
             raise ValueError("nothing is captured yet: call warm_up with examples first")
         wanted = ", ".join(f"{_dtype(b)}[{', '.join(map(str, ('B', *b.shape[1:])))}]" for b in self._buffers)
-        batch = args[0].shape[0] if args and args[0].dim() else 0
+        batch = _batch(args[0]) if args else 0
         if not 1 <= batch <= self.buckets[-1] or not _alike(args, self._buffers, batch):
             raise ValueError(f"args must be {wanted} with B from 1 to {self.buckets[-1]}, got {_shapes(args)}")
         return batch
 
 
-def _alike(args: Sequence[Tensor], buffers: Sequence[Tensor], batch: int) -> bool:
+def _batch(value: Any) -> int:
+    """B of a tensor [B, ...], 0 of anything else."""
+    return value.shape[0] if isinstance(value, Tensor) and value.dim() else 0
+
+
+def _alike(args: Sequence[Any], buffers: Sequence[Tensor], batch: int) -> bool:
     return len(args) == len(buffers) and all(
-        arg.shape == (batch, *buffer.shape[1:]) and arg.dtype == buffer.dtype
+        _batch(arg) and arg.shape == (batch, *buffer.shape[1:]) and arg.dtype == buffer.dtype
         for arg, buffer in zip(args, buffers, strict=True)
     )
 
