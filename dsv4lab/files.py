@@ -12,8 +12,11 @@ _ROOT = re.compile(r"(?<![\w./)\]])/(?=[\w.~-])")
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Writes beside `path`, then renames: a reader sees the old file or the new one, never half of one."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_bytes(content.encode() if isinstance(content, str) else content)
-    beside.replace(path)
+    try:
+        beside.write_bytes(content.encode() if isinstance(content, str) else content)
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def without_folders(text: str) -> str:

@@ -22,7 +22,7 @@ def test_what_cannot_be_finished_leaves_the_old_file(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
         files.write_atomically(path, "new")
-    assert path.read_text() == "old"
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize(
