@@ -60,6 +60,15 @@ def test_what_was_forced_is_taken_back_before_it_is_compared(plan):
             assert parity.difference(reference, answer) < 0.2  # a bias of 4 left standing would be seen
 
 
+@pytest.mark.parametrize(("name", "value", "had"), [("layers", 4, 6), ("context_length", 8192, 1_048_576)])
+def test_answers_of_another_model_are_not_gone_on_with(plan, name, value, had):
+    (plan.out / "parity").mkdir(parents=True)
+    info = {"context_length": 1_048_576, "json_model_override_args": '{"num_hidden_layers": 6}'}
+    (plan.out / "parity" / "native.server.json").write_text(json.dumps({"info": info}))
+    with pytest.raises(ValueError, match=f"{name} is {value}, and out has answers with {had}: take another out"):
+        walk(replace(plan, **{name: value}))
+
+
 def test_a_drift_is_found(plan, monkeypatch):
     monkeypatch.setenv("FAKE", "drifts")
     good, said = walk(plan)

@@ -235,7 +235,7 @@ def record(measured: Measured, plan: Plan, identity: Identity, stage: str) -> Re
     return line(
         f"c{measured.concurrency}_in{plan.shape.input}_out{plan.shape.output}",
         {"stage": stage, "C": measured.concurrency, "context_length": info.get("context_length"),
-         "layers": _layers(info)},
+         "layers": layers(info)},
         method={
             "name": "waves of C requests",
             "waves": plan.waves,
@@ -299,7 +299,8 @@ def account(info: dict[str, Any]) -> dict[str, Any]:
     return kept | {"memory_gb": [state.get("memory_usage") for state in info["internal_states"]]}
 
 
-def _layers(info: dict[str, Any]) -> int | None:
+def layers(info: dict[str, Any]) -> int | None:
+    """Of the model as the server's flags change it; None if they leave that to the model."""
     try:
         return json.loads(info.get("json_model_override_args") or "{}").get("num_hidden_layers")
     except ValueError:

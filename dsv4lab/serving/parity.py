@@ -100,10 +100,14 @@ def config(plan: campaign.Plan, stage: str) -> launch.Config:
 
 
 def run(plan: campaign.Plan, say: Callable[[str], None] = print) -> bool:
-    """Asks what has no answer yet, compares and records; whether `indexer` keeps to the bounds on every prompt."""
+    """Asks what has no answer yet, compares and records; whether `indexer` keeps to the bounds on every prompt.
+
+    ValueError if the folder has answers of another model.
+    """
     begun, _ = time.monotonic(), plan.deadline
     tell = lambda text: say(f"[{time.monotonic() - begun:6.0f} s] parity: {text}")  # noqa: E731
     (plan.out / "parity").mkdir(parents=True, exist_ok=True)
+    _check_alike(plan)
     synthetic.write(plan.out / "model")
     for stage in dict.fromkeys(each.stage for each in RUNS):
         if not any(_missing(plan, each, context) for each in RUNS if each.stage == stage for context in CONTEXTS):
@@ -137,7 +141,7 @@ def _stage(plan: campaign.Plan, stage: str, tell: Callable[[str], None]) -> None
         return tell(f"{stage} not begun, the time is over")
     with Server(config(plan, stage), tell) as server:
         info = {"info": bench.account(server.info), "hooks": str(server.config.hooks)}
-        write_atomically(plan.out / "parity" / f"{stage}.server.json", json.dumps(info))
+        write_atomically(_server_file(plan, stage), json.dumps(info))
         for context in CONTEXTS:
             for each in RUNS:
                 if each.stage == stage:
@@ -197,6 +201,21 @@ def _missing(plan: campaign.Plan, each: Run, context: int) -> list[int]:
     had, known = _read(plan, each), _read(plan, REFERENCE)
     numbers = [number for number in range(CONTEXTS[context]) if (context, number) not in had]
     return [number for number in numbers if each == REFERENCE or (context, number) in known]
+
+
+def _check_alike(plan: campaign.Plan) -> None:
+    for stage in {each.stage for each in RUNS}:
+        if (path := _server_file(plan, stage)).is_file():
+            info = json.loads(path.read_text(encoding="utf-8"))["info"]
+            for name, had in (("layers", bench.layers(info)), ("context_length", info.get("context_length"))):
+                if had not in (None, wanted := getattr(plan, name)):
+                    raise ValueError(
+                        f"{name} is {wanted}, and {plan.out.name} has answers with {had}: take another out"
+                    )
+
+
+def _server_file(plan: campaign.Plan, stage: str) -> Path:
+    return plan.out / "parity" / f"{stage}.server.json"
 
 
 def _file(plan: campaign.Plan, each: Run) -> Path:
@@ -260,7 +279,7 @@ def _record(
         check={"ok": len(reference), "failed": expected - len(reference), "passed": not errors, "errors": errors,
                "noise": _short(noise), "differences": _short(differences),
                "margins": _short(answer.margin for answer in reference)},
-        server={stage: json.loads((plan.out / "parity" / f"{stage}.server.json").read_text(encoding="utf-8"))
+        server={stage: json.loads(_server_file(plan, stage).read_text(encoding="utf-8"))
                 for stage in (REFERENCE.stage, OURS.stage)},
         result={name: value if math.isfinite(value) else None for name, value in result.items()},
     )  # fmt: skip
