@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from dsv4lab.serving import arguments, bench, guard, http, launch, machine, presets, server_log, settings, synthetic
+from dsv4lab.serving import arguments, bench, guard, launch, machine, presets, server_log, settings, synthetic
 from dsv4lab.serving.launch import Config, ServeError, Server
 from dsv4lab.serving.machine import Gpu
 
@@ -144,7 +144,7 @@ def test_a_program_that_is_not_there_is_named(port, tmp_path, monkeypatch):
 def test_a_busy_port_is_refused_and_its_owner_left_alone(port, tmp_path):
     owner = subprocess.Popen([sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1"], stderr=-3)
     try:
-        assert until(lambda: http.call is not None and not free(port))
+        assert until(lambda: not free(port))
         with pytest.raises(ValueError, match=f"port {port} of 127.0.0.1 cannot be had: Address already in use"):
             Server(fake(port, tmp_path)).start()
         assert owner.poll() is None
@@ -568,6 +568,19 @@ def test_what_the_parser_says_is_passed_on(monkeypatch):
         arguments.check(["--foo"])
     done.returncode, done.stdout = 0, 'noise\n{"ranks": 4}\n'
     assert arguments.check([]) == 4
+
+
+def test_what_hangs_beforehand_is_named(monkeypatch):
+    monkeypatch.undo()
+
+    def hangs(command, timeout, **_):
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(subprocess, "run", hangs)
+    with pytest.raises(ValueError, match="sglang does not read its flags within 300 s"):
+        arguments.check(["--hangs"])
+    with pytest.raises(ValueError, match="nvidia-smi does not answer within 60 s: the driver hangs"):
+        machine.gpus()
 
 
 def test_the_synthetic_model_has_every_layer_ratio(tmp_path):

@@ -23,6 +23,10 @@ _SIZES = (
 )
 
 
+_PARSER_S = 300
+"""For importing SGLang, from whatever disk."""
+
+
 def check(flags: list[str]) -> int:
     """The ranks of this node under `flags`. ValueError in SGLang's own words."""
     return _ranks_under(tuple(flags))
@@ -31,7 +35,11 @@ def check(flags: list[str]) -> int:
 @functools.cache
 def _ranks_under(flags: tuple[str, ...]) -> int:
     command = [sys.executable, "-m", "dsv4lab.serving.arguments", *flags]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": python_path()})
+    environment = os.environ | {"PYTHONPATH": python_path()}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=_PARSER_S)
+    except subprocess.TimeoutExpired:
+        raise ValueError(f"sglang does not read its flags within {_PARSER_S} s") from None
     if done.returncode:
         said = [line for line in done.stderr.splitlines() if line.strip()] or ["its parser said nothing"]
         raise ValueError(one_line(said[-1]).removeprefix("dsv4lab: "))

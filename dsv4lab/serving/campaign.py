@@ -5,7 +5,7 @@
     out/<stage>.failed.jsonl    what happened to a stage that should have started and did not: it is tried again
     out/runs/<stage>/           log and receipts of its server, of <stage>_eager or _graph of one for a profile alone
     out/traces/<stage>_*        what it did in a few steps at batch 32, reduced; as the profiler had it, below out/runs
-    out/records/                all records so far in one file, as the lab reads them
+    out/records/                the newest file has all records so far, as the lab reads them
 
 What is done is not done again, so that a run can be cut off, and continued on another machine with the same folder.
 """

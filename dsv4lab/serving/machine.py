@@ -12,6 +12,7 @@ from dsv4lab.serving.presets import Preset
 from dsv4lab.serving.synthetic import LAYER_BYTES
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_DRIVER_S = 60
 _QUERY = "name,compute_cap,memory.total,memory.free"
 
 
@@ -26,14 +27,19 @@ class Gpu:
 
 
 def gpus() -> list[Gpu]:
-    """The GPUs here that CUDA may see; none without a driver. Memory that the driver does not tell has no end."""
+    """The GPUs here that CUDA may see; none without a driver. Memory that the driver does not tell has no end.
+
+    ValueError if the driver hangs.
+    """
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if seen is not None and not seen.strip():
         return []
     chosen = [f"--id={seen}"] if seen else []
     try:
         command = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits", *chosen]
-        listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        listed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_DRIVER_S).stdout
+    except subprocess.TimeoutExpired:
+        raise ValueError(f"nvidia-smi does not answer within {_DRIVER_S} s: the driver hangs") from None
     except (OSError, subprocess.CalledProcessError):
         return []
     rows = [[cell.strip() for cell in line.split(",")] for line in listed.splitlines()]
