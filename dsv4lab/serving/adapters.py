@@ -140,18 +140,26 @@ def topk_transform(
 def mhc_pre(impl: str, sinkhorn: Callable[[], Callable]) -> Callable:
     """Around `DeepseekV4DecoderLayer.hc_pre`: our kernel, or ("bf16") PyTorch with the linear in bf16, summed in fp32.
 
-    sinkhorn: brings SGLang's own `hc_split_sinkhorn`, to which "bf16" leaves the mixing weights.
+    Where SGLang hands over the RMSNorm that comes next, as every release does where its own kernel takes it along, so
+    does ours, with the same weight and epsilon; the fourth result says whether y is normalised already. "bf16" never
+    does: SGLang then launches its norm. sinkhorn: brings its own `hc_split_sinkhorn`, to which "bf16" leaves the mixing
+    weights.
     """
 
     def hc_pre(
-        original: Callable, layer: Any, x: Tensor, hc_fn: Tensor, hc_scale: Tensor, hc_base: Tensor, *rest, **more
-    ) -> tuple[Tensor, Tensor, Tensor, bool]:
+        original: Callable, layer: Any, x: Tensor, hc_fn: Tensor, hc_scale: Tensor, hc_base: Tensor,
+        norm: Any = None, *rest, **more,
+    ) -> tuple[Tensor, Tensor, Tensor, bool]:  # fmt: skip
         if not x.shape[0]:
-            return original(layer, x, hc_fn, hc_scale, hc_base, *rest, **more)
+            return original(layer, x, hc_fn, hc_scale, hc_base, norm, *rest, **more)
         if impl != "bf16":
+            ready = impl == "split_k" or hasattr(hc_fn, "bf16")  # else its cast is what is launched in front
             weight = _bf16(hc_fn) if impl == "split_k_bf16" else hc_fn.detach()
             numbers = dict(rms_eps=layer.rms_norm_eps, hc_eps=layer.hc_eps, sinkhorn_iters=layer.hc_sinkhorn_iters)
-            return *kernel.hc_pre(x, weight, hc_scale.detach(), hc_base.detach(), **numbers), False
+            if norm is not None:
+                numbers |= dict(norm_weight=norm.weight.detach(), norm_eps=norm.variance_epsilon)
+            found = kernel.hc_pre(x, weight, hc_scale.detach(), hc_base.detach(), **numbers, weights_ready=ready)
+            return *found, norm is not None
         flat = x.flatten(1)
         norm = torch.linalg.vector_norm(flat, dim=1, keepdim=True, dtype=torch.float32)
         rms = torch.rsqrt(norm.square() / flat.shape[1] + layer.rms_norm_eps)
