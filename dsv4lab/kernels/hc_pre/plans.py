@@ -72,12 +72,12 @@ _SUMS = (
     *(_whole(32, chunk, chunk, warps) for chunk, warps in ((128, 4), (128, 8), (256, 4), (256, 8))),
     *(_whole(64, chunk, chunk, warps) for chunk, warps in ((128, 4), (128, 8), (256, 8))),
 )
-_BEST = _whole(32, 128, 128, 8)
+_MIDDLE = _whole(32, 128, 128, 8)
 SWEEP = (
     *(Config(sums, 4, True) for sums in _SUMS),
-    *(Config(sums, 4, False) for sums in (Dot(16384, 16), _BEST)),
-    *(Config(_BEST, warps, True) for warps in (2, 8, 16)),
-    *(Config(_BEST, 4, True, rows) for rows in (2, 4)),
+    *(Config(sums, 4, False) for sums in (Dot(16384, 16), _MIDDLE)),
+    *(Config(_MIDDLE, warps, True) for warps in (2, 8, 16)),
+    *(Config(_MIDDLE, 4, True, rows) for rows in (2, 4)),
     *(Config(sums, 4, True, 4) for sums in (Split(32, 32, 256, 2048, 8), _whole(64, 128, 512, 8))),
     *(Config(_whole(64, 128, 1024, warps), 4, True, 4) for warps in (4, 8)),
 )
