@@ -156,14 +156,14 @@ def profile(
         json: File for every table, times in nanoseconds.
         reduce: File for the events alone, NAME.trace.jsonl.gz: some 12 bytes an event, read like the trace itself.
     """
-    from dsv4lab.trace import TraceError, families, read, reduced, report, suspects
+    from dsv4lab.trace import TraceError, families, read, reduced, report
 
     try:
         titles = families.load(rules).titles
         first = read(trace, rules, capture)
         others = [read(after, rules, capture)] if after is not None else []
-        found = suspects.find(first, max_context, live)
-        sections = [*report.one(first, found, by, titles)]
+        found = report.findings(first, by, max_context, live)
+        sections = [*report.one(found, titles)]
         for second in others:
             sections += report.two(first, second, titles)
         print("\n\n".join(map(str, sections)))
@@ -174,7 +174,7 @@ def profile(
                 html, report.page(sections, figure, " → ".join(path.name for path in (trace, after) if path))
             )
         if json is not None:
-            write_atomically(json, report.as_json(first, found, by, *others))
+            write_atomically(json, report.as_json(found, *others))
         if reduce is not None:
             reduced.write(first, reduce)
     except TraceError as error:
@@ -222,8 +222,10 @@ def serve(
 
     Args:
         model: A folder, or a name on the Hugging Face hub. A preset with a synthetic model needs none.
-        preset: For a machine (rtx6000-8x, rtx6000-2x, single, h200), synthetic, or a stage of the campaign.
-        hooks: What runs in SGLang's place, over the preset: attention=split_k,indexer=triton,topk=triton.
+        preset: All our kernels on RTX PRO 6000 (rtx6000-8x, rtx6000-2x); SGLang as it is, on an H200 (h200) or any GPU
+            (single); synthetic, six layers with dummy weights and no download; or a stage of the campaign.
+        hooks: What runs in SGLang's place, over the preset: attention=split_k,indexer=triton,topk=triton,mhc=split_k.
+            What is not named is SGLang's own.
         tp: GPUs that share the model.
         context_length: Longest request in tokens.
         layers: Layers of a synthetic model.
@@ -233,7 +235,7 @@ def serve(
         node_rank: Which of them this is.
         dist_init_addr: Where they meet.
         out: Folder for log, receipts and a synthetic model. A new temporary one if not given.
-        timeout: Seconds until the server must be ready.
+        timeout: Seconds until the server must be ready; the first start on a machine compiles for minutes.
         sglang: A flag for SGLang itself; what comes after -- is taken as such.
     """
     from dsv4lab.serving import launch, settings
@@ -329,7 +331,9 @@ def campaign(
     Example: dsv4lab campaign --stages stock,indexer --budget-s 900 --out campaign
 
     Args:
-        stages: Which; what is done in the folder of --out is not done again.
+        stages: Which of indexer, native, stock, indexer_ctx8192, split_k, mma, bf16, stock_ctx8192, native_auto,
+            indexer_stock_mhc, compile, compile_nographs, compile_stock_attention, done in this order; what is done in
+            the folder of --out is not done again.
         layers: Layers of the synthetic model.
         context_length: Longest request in tokens, for the stages that cap none.
         input: Tokens of a prompt.

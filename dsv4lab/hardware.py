@@ -132,14 +132,19 @@ def arch_entry(table: Mapping[str, T], arch: str, relatives: Mapping[str, str]) 
     return table[known]
 
 
+def present() -> bool:
+    """Whether torch finds a CUDA GPU. Touches none, unlike `probe`: a process of another GPU leaves nothing on it."""
+    try:
+        return import_module("torch").cuda.is_available()  # by name: this module must load without torch
+    except (ImportError, OSError):
+        return False
+
+
 def probe() -> dict[str, Any] | None:
     """What the driver says of the current CUDA device and how many there are, or None where torch finds no GPU."""
-    try:
-        cuda = import_module("torch").cuda  # by name: this module must load without torch
-    except (ImportError, OSError):
+    if not present():
         return None
-    if not cuda.is_available():
-        return None
+    cuda = import_module("torch").cuda
     device = cuda.get_device_properties(cuda.current_device())
     return {
         "name": device.name,

@@ -92,7 +92,8 @@ class Record(_Line):
     A kernel's record has `work` and a passed `check` (error, baseline_error and tolerance at least). A serving record
     has `server` (what it says of itself, hooks proven live, load), the `result` in numbers, and in `check` how many
     requests failed: with too many, `passed` is false, which is recorded and not hidden. A `result` without a server is
-    what an experiment found out, and needs no samples; whether it is right is again in `check.passed`.
+    what an experiment found out, and needs no samples; whether it is right is again in `check.passed`. Beside `work` a
+    result is told along with a measurement, which is judged as a kernel's.
     """
 
     schema_version: Literal[1] = Field(default=1, alias="schema")
@@ -120,7 +121,7 @@ class Record(_Line):
     def _is_checked(self) -> Self:
         if not self.samples_us and (self.server is not None or self.result is None):
             raise ValueError("samples_us must not be empty: only a result without a server needs none")
-        if self.server is not None or self.result is not None:
+        if self.server is not None or (self.result is not None and self.work is None):
             if self.result is None or not isinstance(self.check.get("passed"), bool):
                 raise ValueError("result and check.passed must be given for a server and for a result")
         else:

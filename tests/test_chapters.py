@@ -9,7 +9,7 @@ from test_plot import _record
 from test_repository import NOTEBOOKS, ROOT
 
 from dsv4lab import hardware, records
-from dsv4lab.plot import chapters
+from dsv4lab.plot import chapters, serving
 from dsv4lab.roofline import Work
 
 
@@ -112,6 +112,11 @@ def test_the_headline_of_the_readme_is_what_the_records_say(heads):
 def test_so_is_its_table_of_the_indexer():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert chapters.indexer_headline(_named_run(text, "indexer")) in text
+
+
+def test_so_is_its_table_of_the_server():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert serving.headline(_named_run(text, "serving")) in text
 
 
 def _named_run(text: str, experiment: str) -> pd.DataFrame:

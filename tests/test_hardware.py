@@ -1,11 +1,12 @@
 """The peak table, its lookup, and the probe of a live device."""
 
+import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
 
-from dsv4lab.hardware import GPUS, SM120_SHARED_MEMORY, arch_key, lookup, probe
+from dsv4lab.hardware import GPUS, SM120_SHARED_MEMORY, arch_key, lookup, present, probe
 
 
 @pytest.mark.parametrize(
@@ -69,6 +70,7 @@ class _Cuda:
 
 def test_probe_reports_the_current_device(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=_Cuda(available=True)))
+    assert present()
     seen = probe()
     gpu = lookup(seen["name"])
     for field in ("capability", "sms", "shared_memory_per_block", "l2_bytes"):
@@ -79,4 +81,10 @@ def test_probe_reports_the_current_device(monkeypatch):
 @pytest.mark.parametrize("torch", [None, SimpleNamespace(cuda=_Cuda(available=False))], ids=["no torch", "no GPU"])
 def test_probe_without_a_gpu(monkeypatch, torch):
     monkeypatch.setitem(sys.modules, "torch", torch)  # None makes the import fail
-    assert probe() is None
+    assert probe() is None and present() is False
+
+
+@pytest.mark.gpu
+def test_importing_the_kernels_touches_no_gpu():
+    code = "import torch, dsv4lab.kernels.sparse_mla; print(torch.cuda.is_initialized())"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"

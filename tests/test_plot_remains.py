@@ -66,8 +66,6 @@ def test_context_is_in_tokens_and_only_the_fallback_ignores_it(frames):
     assert table["torch_fallback"].max() / table["torch_fallback"].min() < 1.1
 
 
-def test_reported_speculation_and_served_rates():
+def test_reported_speculation():
     table = remains.reported_speculation(records.reported())
     assert table.loc[("prose", 1), "gain (x)"] == pytest.approx(200.79 / 106.73)
-    frame = pd.DataFrame({"stage": ["stock", "indexer"] * 2, "C": [1, 1, 64, 64], "output_tok_s": [9.0, 3.0, 5.0, 7.0]})
-    assert remains.served(frame).to_dict("index") == {"stock": {1: 9.0, 64: 5.0}, "indexer": {1: 3.0, 64: 7.0}}

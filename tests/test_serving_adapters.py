@@ -4,7 +4,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from dsv4lab.kernels import hc_pre, mqa_logits, sparse_mla
+from dsv4lab import numerics
+from dsv4lab.kernels import hc_pre, mqa_logits, sparse_mla, topk
 from dsv4lab.kernels.sparse_mla import plans
 from dsv4lab.serving import adapters
 
@@ -30,6 +31,14 @@ def noted(heads: int) -> Callable:
     )
 
 
+def padded(call: sparse_mla.Inputs, first: int, garbage: float) -> dict:
+    """The call with 64 heads of which `call` has its own at `first`, and garbage in those of other ranks."""
+    own = slice(first, first + call.q.shape[2])
+    q, sink = call.q.new_full((len(call.q), 1, 64, 512), garbage), call.attn_sink.new_full((64,), garbage)
+    q[:, :, own], sink[own] = call.q, call.attn_sink
+    return sglang_call(call) | {"q": q, "attn_sink": sink}
+
+
 @pytest.mark.parametrize(
     ("tp", "rank", "place", "garbage"),
     [(8, 3, "in place", NAN), (8, 3, "first", INF), (4, 1, "first", NAN), (2, 1, "in place", INF)],
@@ -38,17 +47,40 @@ def test_a_rank_computes_its_own_heads_whatever_lies_in_the_others(tp, rank, pla
     own = 64 // tp
     (call,) = sparse_mla.make_inputs(sparse_mla.Case("rank", 2, own, window=64, topk=64, lengths="mixed"), device="cpu")
     first = rank * own if place == "in place" else 0
-    q, sink = torch.full((2, 1, 64, 512), garbage, dtype=torch.bfloat16), torch.full((64,), garbage)
-    q[:, :, first : first + own], sink[first : first + own] = call.q, call.attn_sink
-    padded = sglang_call(call) | {"q": q, "attn_sink": sink}
+    given = padded(call, first, garbage)
     ours = adapters.attention("split_k", (lambda: rank) if place == "in place" else None)
-    out, lse = noted(own)(ours, **padded)
+    out, lse = noted(own)(ours, **given)
     unpadded, _ = noted(own)(ours, **sglang_call(call))
     assert lse is None
-    assert out.shape == (2, 1, 64, 512) and out.is_contiguous() and out.data_ptr() != q.data_ptr()
+    assert out.shape == (2, 1, 64, 512) and out.is_contiguous() and out.data_ptr() != given["q"].data_ptr()
     assert torch.equal(out[:, :, first : first + own], unpadded)
     assert torch.equal(unpadded, sparse_mla.sparse_mla_decode(**vars(call))[0])
     out[..., -64:].mul_(2)  # SGLang rotates the output in place
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("garbage", [NAN, INF])
+@pytest.mark.parametrize("tp", [2, 4, 8])
+@pytest.mark.parametrize("rows", [1, 16, 300])
+@pytest.mark.parametrize(("topk", "page"), [(0, 64), (512, 64), (2048, 2)])
+def test_on_the_gpu_a_padded_call_is_bitwise_the_rank_s_own(tp, garbage, rows, topk, page):
+    """Every rank of the size, first and in place, eager and replayed from a graph, where layers and batches differ."""
+    own = 64 // tp
+    shape = sparse_mla.Case("rank", rows, own, topk=topk, extra_page=page, lengths="mixed")
+    (call,) = sparse_mla.make_inputs(shape, device="cuda")
+    expected, _ = sparse_mla.sparse_mla_decode(**vars(call))
+    assert expected.isfinite().all()
+    for rank in range(tp):
+        for first in {0, rank * own}:
+            ours = adapters.attention("split_k", (lambda rank=rank: rank) if first else None)
+            given = padded(call, first, garbage)
+            eager, _ = noted(own)(ours, **given)
+            assert numerics.bitwise_equal(eager[:, :, first : first + own].contiguous(), expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured, _ = noted(own)(ours, **given)
+    graph.replay()
+    assert numerics.bitwise_equal(captured[:, :, first : first + own].contiguous(), expected)
 
 
 def test_without_a_layer_all_heads_are_computed():
@@ -87,9 +119,9 @@ def index_call() -> mqa_logits.Inputs:
     return call
 
 
-def indexed(call: mqa_logits.Inputs, impl: str, maxima: bool, column: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def indexed(call: mqa_logits.Inputs, impl: str, column: bool) -> tuple[torch.Tensor, torch.Tensor]:
     lens = call.context_lens.view(-1, 1) if column else call.context_lens
-    logits = adapters.indexer(impl, maxima)(
+    logits = adapters.indexer(impl)(
         call.q, call.kv_cache, call.weights, lens, call.block_table, None, call.max_context_len, False
     )
     out, raw = (torch.full((3, 512), -7, dtype=torch.int32) for _ in range(2))
@@ -97,12 +129,11 @@ def indexed(call: mqa_logits.Inputs, impl: str, maxima: bool, column: bool) -> t
     return out, raw
 
 
-def test_logits_and_selection_meet_with_and_without_shared_maxima(index_call):
-    slots, raw = indexed(index_call, "triton", maxima=False, column=True)
-    for column in (False, True):
-        together = indexed(index_call, "triton", maxima=True, column=column)
-        assert torch.equal(together[0], slots) and torch.equal(together[1], raw)
-    torch_slots, _ = indexed(index_call, "torch_fallback", maxima=False, column=True)
+def test_logits_and_selection_meet(index_call):
+    slots, raw = indexed(index_call, "triton", column=True)
+    again = indexed(index_call, "triton", column=False)
+    assert torch.equal(again[0], slots) and torch.equal(again[1], raw)
+    torch_slots, _ = indexed(index_call, "torch_fallback", column=True)
     assert (torch_slots >= 0).sum(1).tolist() == index_call.context_lens.clamp(max=512).tolist()
     assert (slots >= 0).sum(1).tolist() == index_call.context_lens.clamp(max=512).tolist()
 
@@ -169,11 +200,46 @@ def test_an_empty_batch_goes_to_sglangs_own_mhc_pre():
     assert found == ("original", "layer", (None, None, None, 1), {"forward_batch": 2})
 
 
+@pytest.mark.gpu
+def test_the_counting_workspace_is_kept_grows_and_is_none_in_a_capture_without():
+    adapters._counts.clear()
+    device = torch.device("cuda", torch.cuda.current_device())
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        assert adapters._counting_workspace(2, 400, device) is None
+    small = adapters._counting_workspace(2, 400, device)
+    large = adapters._counting_workspace(3, 800, device)
+    assert adapters._counting_workspace(1, 8, device) is small and adapters._counting_workspace(3, 400, device) is large
+    assert adapters._counting_workspace(adapters.MOST_ROWS + 1, 8, device) is None and not large.any()
+
+
 def test_the_torch_indexers_differ_in_their_products_alone(index_call):
     given = vars(index_call)
-    calls = [adapters.indexer(impl, maxima=False) for impl in ("torch_fallback", "torch_bf16")]
+    calls = [adapters.indexer(impl) for impl in ("torch_fallback", "torch_bf16")]
     arguments = [given[name] for name in ("q", "kv_cache", "weights", "context_lens", "block_table")]
     exact, rounded = (call(*arguments, None, index_call.max_context_len) for call in calls)
     seen = exact > -INF
     assert torch.equal(seen, rounded > -INF) and not torch.equal(exact, rounded)
     torch.testing.assert_close(rounded[seen], exact[seen], rtol=5e-2, atol=5e-2 * exact[seen].std().item())
+
+
+def test_before_anything_is_captured_every_asked_kernel_is_warmed_up(monkeypatch):
+    warmed = []
+    for module in (sparse_mla, mqa_logits, topk, hc_pre):
+        name = module.__name__.rpartition(".")[2]
+        monkeypatch.setattr(module, "warm_up", lambda device, name=name, **how: warmed.append((name, how)))
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Identity())
+    model[1].tp_q_head_num = 8
+    runner = types.SimpleNamespace(model=model)
+
+    def start(**asked: str) -> list[tuple[str, dict]]:
+        warmed.clear()
+        made = []
+        init = adapters.warm_up(asked)
+        init(lambda backend, runner, **more: made.append((backend, more)), "backend", runner, skip_prefill=True)
+        assert made == [("backend", {"skip_prefill": True})]
+        return list(warmed)
+
+    assert start(attention="mma") == [("sparse_mla", {"heads": 8, "impl": "mma"})]
+    assert start(indexer="triton", topk="triton") == [("mqa_logits", {"maxima": (False,)}), ("topk", {})]
+    assert start(mhc="split_k_bf16") == [("hc_pre", {"weights": torch.bfloat16})]
+    assert start(indexer="torch_bf16", mhc="bf16", sm120_path="forced") == []

@@ -1,9 +1,10 @@
+import re
 from dataclasses import replace
 
 import pytest
 
 from dsv4lab import cli
-from dsv4lab.serving import launch, settings
+from dsv4lab.serving import campaign, launch, presets, settings
 from dsv4lab.serving.launch import ServeError
 
 
@@ -93,7 +94,12 @@ def test_a_start_that_fails_has_a_status(server, capsys, error, code):
     assert capsys.readouterr().err == f"dsv4lab: {error}\n"
 
 
-@pytest.mark.parametrize("command", ["serve", "bench"])
-def test_help_teaches_with_an_example(capsys, command):
+@pytest.mark.parametrize(
+    ("command", "names"),
+    [("serve", presets.PRESETS), ("bench", ()), ("campaign", campaign.LEGS), ("parity", ())],
+)
+def test_help_teaches_with_an_example_and_all_names(capsys, command, names):
     assert status(command, "--help") == 0
-    assert f"Example: dsv4lab {command}" in capsys.readouterr().out
+    said = re.sub(r"[\s│]+", " ", capsys.readouterr().out)
+    assert f"Example: dsv4lab {command}" in said
+    assert not [name for name in names if name not in said]

@@ -76,7 +76,7 @@ def test_a_release_is_hooked_where_it_looks(version):
 @pytest.mark.parametrize("version", VERSIONS)
 def test_every_call_a_release_makes_is_one_that_ours_takes(version):
     release, contract = releases.RELEASES[version], contracts.read(version)
-    ours = adapters.attention("split_k"), adapters.indexer("triton", maxima=True), adapters.topk_transform
+    ours = adapters.attention("split_k"), adapters.indexer("triton"), adapters.topk_transform
     for hook, function in zip(hooks(release), ours, strict=True):
         calls = [call for target in hook.targets for call in contract["functions"][target]["calls"]]
         assert calls
@@ -186,8 +186,7 @@ def sglang(monkeypatch, tmp_path):
                     monkeypatch.setitem(sys.modules, name, module)
             place = sys.modules[".".join(parts[:-1])]
             if owner:
-                place = types.SimpleNamespace()
-                setattr(sys.modules[".".join(parts[:-1])], owner, place)
+                place = vars(place).setdefault(owner, types.SimpleNamespace())
             setattr(place, parts[-1], function)
         hook_registry = types.ModuleType("sglang.srt.plugins.hook_registry")
         hook_registry.HookRegistry, hook_registry.HookType = registry, HookType
@@ -232,7 +231,9 @@ def test_the_plugin_hooks_every_release(monkeypatch, sglang, tmp_path, version):
     assert registered(monkeypatch, f"{ALL},sm120_path=forced") == ""
     release = releases.RELEASES[version]
     targets = [target for hook in (*hooks(release), release.sm120_path) for target in hook.targets]
-    assert registry._patched == {f"sglang.{target}" for target in [*targets, release.layer_forward]}
+    assert registry._patched == {
+        f"sglang.{target}" for target in [*targets, release.layer_forward, release.backend_init]
+    }
     assert found(release.sm120_path.targets[0])() is True
     for hook in hooks(release):
         assert {variable: os.environ[variable] for variable in hook.environment} == hook.environment

@@ -7,7 +7,8 @@ import torch
 
 from dsv4lab import hardware, kv_cache, numerics
 from dsv4lab.kernels import sparse_mla as mla
-from dsv4lab.kernels.launch import ColdKernel
+from dsv4lab.kernels.launch import ColdKernel, frozen
+from dsv4lab.kernels.sparse_mla.tiles import VARYING
 
 DEVICE = "cpu" if hardware.probe() is None else "cuda"
 BATCHED = ("mma", "split_k")
@@ -394,12 +395,71 @@ def test_capture_and_replay_with_other_lengths_equals_eager(H, impl):
         assert (out[live:] == 0).all()
 
 
+def variant(step: tuple) -> tuple:
+    """What Triton compiles a launch for: constants, options, and how far its integers are known."""
+    kernel, _, arguments = step
+    known = {}
+    for name, value in arguments.items():
+        if isinstance(value, torch.Tensor):
+            known[name] = str(value.dtype)
+        elif name in ("NUM_SPLITS", *VARYING):
+            continue
+        elif name.isupper() or name in ("num_warps", "num_stages"):
+            known[name] = str(value)
+        elif isinstance(value, int):
+            known[name] = "1" if value == 1 else str(value % 16 == 0)
+    return kernel.__name__, tuple(sorted(known.items()))
+
+
+@pytest.mark.parametrize(("heads", "impl"), [(64, "split_k"), (8, "split_k"), (64, "mma"), (8, "simt")])
+def test_what_is_warmed_up_is_all_that_a_server_can_need(monkeypatch, heads, impl):
+    warmed = set()
+    monkeypatch.setattr(mla, "warm", lambda *step: warmed.add(variant(step)))
+    mla.warm_up("cpu", heads=heads, impl=impl)
+    needed = set()
+    for topk, extra_page in ((0, 1), (512, 64), (64, 2), (320, 2), (1088, 2), (mla.MAX_C128, 2)):
+        case = mla.Case("x", 1, 64, topk=min(topk, 64), extra_page=extra_page)
+        (call,) = mla.make_inputs(case, device="cpu")
+        for rows in (1, 2, 3, 5, 8, 9, 15, 16, 17, 24, 25, 33, 64, 66, 67, 130, 133, 264, 265, 512):
+            ints = torch.zeros(rows, 1, topk, dtype=torch.int32)
+            length = torch.zeros(rows, dtype=torch.int32)
+            more = (ints, length) if topk else (None, None)
+            now = replace(call, q=torch.empty(rows, 1, 64, 512, dtype=torch.bfloat16)[:, :, :heads],
+                          indices=torch.zeros(rows, 1, 128, dtype=torch.int32), topk_length=length,
+                          attn_sink=call.attn_sink[:heads], extra_indices_in_kvcache=more[0],
+                          extra_topk_length=more[1])  # fmt: skip
+            out, lse = torch.empty(rows, 1, 64, 512, dtype=torch.bfloat16)[:, :, :heads], torch.empty(rows, heads, 1)
+            plan = None if impl == "simt" else mla.plan_for(now, impl)
+            workspace = torch.empty(plan.workspace_numel if plan else 0)
+            needed |= {variant(step) for step in mla.launches(now, out, lse, workspace, impl=impl, plan=plan)}
+    assert needed <= warmed
+    assert len(warmed) <= len(needed) + 2  # and hardly more
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [8, 64])
+def test_after_warm_up_no_batch_and_no_width_compiles_anything(heads):
+    mla.warm_up("cuda", heads=heads)
+    with frozen():
+        for rows, topk, extra_page in (
+            (1, 0, 1),
+            (3, 512, 64),
+            (1, 64, 2),
+            (17, 320, 2),
+            (300, 1088, 2),
+            (70, 512, 64),
+        ):
+            case = mla.Case("served", rows, heads, topk=topk, extra_page=extra_page, lengths="mixed")
+            (call,) = mla.make_inputs(case, device="cuda")
+            assert mla.sparse_mla_decode(**vars(call))[0].isfinite().all()
+
+
 @pytest.mark.gpu
 def test_a_variant_never_run_is_refused_in_capture_and_the_capture_goes_on():
     call = one(B=2, H=8, window=23, topk=41)
     graph, flag = torch.cuda.CUDAGraph(), torch.zeros(1, device="cuda")
     with torch.cuda.graph(graph):
-        with pytest.raises(ColdKernel, match=r"capturing a CUDA graph and split_k_kernel is not warm.*WIDTH=23"):
+        with pytest.raises(ColdKernel, match=r"capturing a CUDA graph and split_k_kernel is not warm.*WIDTH=23,"):
             mla.sparse_mla_decode(**vars(call))
         flag += 1
     graph.replay()

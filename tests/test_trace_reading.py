@@ -74,6 +74,9 @@ def test_sub_microsecond_kernels_keep_their_time(tmp_path):
         ("0.0004", 0),
         ("null", None),
         ("1e99", None),
+        ("99999999999999999", None),
+        ("99999999999999999.123", None),
+        ("-1712195495505583.063", -1_712_195_495_505_583_063),
     ],
 )
 def test_any_way_of_writing_a_number(written, ns):

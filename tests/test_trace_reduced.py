@@ -7,12 +7,12 @@ import pytest
 from traces import SGLANG, Eager, event, write
 
 from dsv4lab import trace
-from dsv4lab.trace import reduced, report, suspects
+from dsv4lab.trace import reduced, report
 from dsv4lab.trace.frames import TraceError
 
 
 def told(taken: trace.Trace) -> str:
-    return report.as_json(taken, suspects.find(taken), "shape")
+    return report.as_json(report.findings(taken, "shape"))
 
 
 @pytest.fixture(params=["ours", "eager"])

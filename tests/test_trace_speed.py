@@ -19,7 +19,7 @@ def rival(tmp_path):
     (site / "hta/configs/parser_config.py").write_text("ParserBackend = {'JSON': 1, 'IJSON_BATCH_AND_COMPRESS': 2}\n")
     (site / "hta/trace_analysis.py").write_text(
         "import json\nimport pandas as pd\n\n\nclass TraceAnalysis:\n"
-        "    def __init__(self, trace_files, trace_dir):\n"
+        "    def __init__(self, trace_files, trace_dir, include_last_profiler_step):\n"
         "        self.events = json.load(open(trace_files[0]))['traceEvents']\n"
         "    def get_gpu_kernel_breakdown(self, visualize):\n"
         "        total = sum(e['dur'] for e in self.events if e.get('cat') == 'kernel')\n"

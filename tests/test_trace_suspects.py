@@ -89,6 +89,15 @@ def test_work_on_every_possible_position_is_found_by_what_the_user_knows(find):
     assert "max_context" not in find(step, max_context=65_536, live=100_000)
 
 
+def test_a_fill_of_every_possible_position_is_named_with_its_shape(find):
+    step = fixed().run("aten::full > aten::fill_", 9, [[B, POSITIONS], []], [FP32, "Scalar"], grid=[65_552, 1, 1])
+    assert (
+        find(step, max_context=1_048_576)["max_context"]
+        .evidence[0]
+        .startswith("aten::fill_ [32, 262208] fp32: 1 kernel")
+    )
+
+
 def test_a_kernel_too_fast_to_touch_the_long_tensor_is_no_suspect(find):
     step = Eager().run("lab::logits", 20, [[B, POSITIONS, 64], [B, PAGES]], [FP32, INT], grid=[B, 66, 1])
     assert "max_context" not in find(step, max_context=1_048_576)

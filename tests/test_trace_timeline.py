@@ -106,9 +106,9 @@ def test_a_kernel_belongs_to_the_step_that_launched_it(tmp_path):
 
 def test_steps_by_annotations_on_the_gpu_where_the_host_has_none(tmp_path):
     spans = [
-        event("gpu_user_annotation", f"step[DECODE bs={n}]", 100 * n, 90, tid=stream)
+        event("gpu_user_annotation", f"step[DECODE bs={n}]", 100 * n + late, dur, tid=stream)
         for n in (1, 2)
-        for stream in (7, 9)
+        for stream, late, dur in ((7, 0, 90), (9, 60, 35))  # the second stream ends after the first
     ]
     kernels = [kernel("k", ts, 5) for ts in (50, 110, 180, 210)]
     assert trace.read(write(tmp_path / "t.json", spans + kernels)).events["step"].tolist() == [-1, 0, 0, 1]

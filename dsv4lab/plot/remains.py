@@ -52,11 +52,6 @@ def reported_speculation(rows: pd.DataFrame) -> pd.DataFrame:
     return table[["no speculation", "DSpark, 3 drafts"]].assign(**{"gain (x)": drafted / plain}).sort_index()
 
 
-def served(frame: pd.DataFrame) -> pd.DataFrame:
-    """Measured output tokens/s: a row a stage, a column a concurrency. `frame` as of one run of experiment serving."""
-    return frame.pivot_table(index="stage", columns="C", values="output_tok_s", sort=False)
-
-
 def context(frame: pd.DataFrame) -> pd.DataFrame:
     """Milliseconds that all c4 layers' indexers take in a step of batch 32, by tokens of each request.
 

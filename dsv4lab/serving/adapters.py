@@ -16,14 +16,15 @@ from dsv4lab.kernels.launch import target
 from dsv4lab.kernels.sparse_mla.plans import buckets
 from dsv4lab.model import DSV4_FLASH
 
-LARGEST_K = 1024
-"""The largest top-k an indexer of this family has: the workspace of its maxima is made for it."""
+MOST_ROWS = 256
+"""Rows of a top-k that is given a workspace to keep: more are a prefill's, which is never captured."""
 
 TORCH_LOGITS = {"torch_fallback": torch.float32, "torch_bf16": torch.bfloat16}
 """The indexers that score the whole maximum context, and the type they multiply in."""
 
 _call = threading.local()
 _workspaces: dict[torch.device, Tensor] = {}
+_counts: dict[torch.device, list[Tensor]] = {}
 
 
 def note_layer(original: Callable, backend: Any, q: Tensor, k: Tensor, v: Tensor, layer: Any, *args, **kwargs) -> Any:
@@ -56,6 +57,27 @@ def _workspace(device: torch.device) -> Tensor | None:
     return _workspaces.get(device)
 
 
+def warm_up(asked: dict[str, str]) -> Callable:
+    """Around the attention backend's `__init__`: compiles what the asked hooks can need, before any capture."""
+
+    def init(original: Callable, backend: Any, model_runner: Any, *args, **kwargs) -> None:
+        original(backend, model_runner, *args, **kwargs)
+        model = model_runner.model
+        device = next(model.parameters()).device
+        if impl := asked.get("attention"):
+            heads = next(module.tp_q_head_num for module in model.modules() if hasattr(module, "tp_q_head_num"))
+            sparse_mla.warm_up(device, heads=heads, impl=impl)
+            _workspace(device)
+        if asked.get("indexer") == "triton":
+            mqa_logits.warm_up(device, maxima=(False,))
+        if "topk" in asked:
+            topk.warm_up(device)
+        if (impl := asked.get("mhc")) in kernel.IMPLEMENTATIONS:
+            kernel.warm_up(device, weights=torch.bfloat16 if impl == "split_k_bf16" else torch.float32)
+
+    return init
+
+
 def attention(impl: str, rank: Callable[[], int] | None = None) -> Callable:
     """`flash_mla_with_kvcache_sm120`: decode, verification and prefill alike, on the rank's own heads alone."""
 
@@ -86,11 +108,8 @@ def attention(impl: str, rank: Callable[[], int] | None = None) -> Callable:
     return flash_mla_with_kvcache_sm120
 
 
-def indexer(impl: str, maxima: bool) -> Callable:
-    """`fp8_paged_mqa_logits_torch_sm120` and its relatives.
-
-    maxima: our top-k comes next, and finds on the tensor of logits the workspace that holds their maxima.
-    """
+def indexer(impl: str) -> Callable:
+    """`fp8_paged_mqa_logits_torch_sm120` and its relatives."""
 
     def fp8_paged_mqa_logits(
         q: Tensor,
@@ -105,16 +124,9 @@ def indexer(impl: str, maxima: bool) -> Callable:
         if impl in TORCH_LOGITS:
             arguments = q, kv_cache, weights, context_lens, block_table, max_context_len
             return mqa_logits.torch_logits(*arguments, dtype=TORCH_LOGITS[impl])
-        workspace = None
-        if maxima:
-            shape = topk.workspace_shape(q.shape[0] * q.shape[1], max_context_len, LARGEST_K)
-            workspace = torch.empty(shape, dtype=torch.int32, device=q.device)
-        logits = mqa_logits.fp8_paged_mqa_logits(
-            q, kv_cache, weights, context_lens, block_table, schedule_meta, max_context_len, clean_logits,
-            maxima=workspace,
-        )  # fmt: skip
-        logits.maxima_workspace = workspace
-        return logits
+        return mqa_logits.fp8_paged_mqa_logits(
+            q, kv_cache, weights, context_lens, block_table, schedule_meta, max_context_len, clean_logits
+        )
 
     return fp8_paged_mqa_logits
 
@@ -127,14 +139,27 @@ def topk_transform(
     page_size: int,
     out_raw_indices: Tensor | None = None,
 ) -> None:
-    """`topk_transform_512`, on the maxima that `indexer` left with the scores, where it did."""
-    workspace = getattr(scores, "maxima_workspace", None)
-    if workspace is not None and out_page_indices.shape[1] > LARGEST_K:
-        workspace = None
+    """`topk_transform_512`."""
+    shape = topk.workspace_shape(*scores.shape, out_page_indices.shape[1])
     topk.topk_transform(
         scores, seq_lens, page_tables, out_page_indices, page_size, out_raw_indices,
-        workspace=workspace, maxima_ready=workspace is not None,
+        workspace=_counting_workspace(*shape, scores.device),
     )  # fmt: skip
+
+
+def _counting_workspace(rows: int, ints: int, device: torch.device) -> Tensor | None:
+    """A workspace whose counts are 0 between calls, which follow each other on one stream; None: make one for a call.
+
+    One that turned out too small stays: captured graphs still use it.
+    """
+    kept = _counts.setdefault(device, [])
+    if fitting := next((each for each in kept if each.shape[0] >= rows and each.shape[1] >= ints), None):
+        return fitting
+    if rows > MOST_ROWS or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return None
+    with torch.inference_mode(False):
+        kept.append(torch.zeros(rows, ints, dtype=torch.int32, device=device))
+    return kept[-1]
 
 
 def mhc_pre(impl: str, sinkhorn: Callable[[], Callable]) -> Callable:

@@ -57,6 +57,8 @@ def install(setting: Setting, installed: str) -> None:
         for target in hook.targets:
             contracts.check(target, _resolve(target), snapshot)
     for target, function, around in _replacements(setting, release, installed):
+        if target in (release.layer_forward, release.backend_init):
+            contracts.check(target, _resolve(target), snapshot)
         HookRegistry.register(_full(target), function, HookType.AROUND if around else HookType.REPLACE)
         hooked.append(target)
     HookRegistry.apply_hooks()
@@ -74,6 +76,8 @@ def _replacements(setting: Setting, release: Release, installed: str) -> Iterato
     """(target, function, whether it goes around the original) of every hook, in the order to register them."""
     from dsv4lab.serving import adapters
 
+    if setting.active.keys() & {"attention", "indexer", "topk", "mhc"}:
+        yield release.backend_init, adapters.warm_up(setting.active), True
     if setting.attention != settings.STOCK:
         rank = _resolve(release.rank_function) if release.rank_function else None
         yield release.layer_forward, adapters.note_layer, True
@@ -85,7 +89,7 @@ def _replacements(setting: Setting, release: Release, installed: str) -> Iterato
         observed = _proven("sm120_path", setting.sm120_path, installed, call, compiled=stock)
         yield release.attention.targets[0], observed, True
     if setting.indexer != settings.STOCK:
-        ours = adapters.indexer(setting.indexer, maxima=setting.topk != settings.STOCK)
+        ours = adapters.indexer(setting.indexer)
         for target in release.indexer.targets:
             yield target, _proven("indexer", setting.indexer, installed, ours), False
     if setting.topk != settings.STOCK:

@@ -70,11 +70,12 @@ async def _pause(deadline: float, wave: asyncio.Task, outcomes: list[Outcome], w
 
 
 def is_whole(path: Path) -> bool:
-    """Whether a gzip file is there to its end: the server is still writing it otherwise."""
+    """Whether a gzip file is there to its end: the server is still writing it otherwise, or has only opened it."""
+    size = 0
     try:
         with gzip.open(path) as file:
-            while file.read(1 << 20):
-                pass
+            while block := file.read(1 << 20):
+                size += len(block)
     except (OSError, EOFError, zlib.error):
         return False
-    return True
+    return size > 0

@@ -41,6 +41,11 @@ class Release:
     layer_forward: str = "srt.layers.attention.deepseek_v4_backend.DeepseekV4AttnBackend.forward"
     """The method through which every attention call passes, with the layer that knows how many heads are the rank's."""
 
+    @property
+    def backend_init(self) -> str:
+        """What makes the attention backend: on every rank, when the weights are there and nothing is captured yet."""
+        return f"{self.layer_forward.rpartition('.')[0]}.__init__"
+
 
 _PREFILL = {"SGLANG_OPT_FLASHMLA_SPARSE_PREFILL": "0"}
 _OLD = dict(

@@ -65,21 +65,21 @@ def _parts(data: Tensor) -> Iterator[Tensor]:
 
 
 def _draw(data: Tensor, name: str, weight: Tensor | None, generator: torch.Generator) -> None:
+    made = dict(device=data.device, dtype=torch.float32)  # whatever the default is while a model is loaded
     if weight is not None:
         scale = _gain(name.removesuffix(_SCALE)) / math.sqrt(_inputs(weight)) / _rms(weight)
         jitter = torch.randint(-1, 1, data.shape, generator=generator, device=data.device)  # no two blocks to mistake
-        data.copy_(torch.exp2(jitter + round(math.log2(scale))))
+        data.copy_(torch.exp2(jitter.float() + round(math.log2(scale))))
     elif data.dtype == torch.int8:
         data.copy_(torch.randint(-128, 128, data.shape, generator=generator, device=data.device, dtype=torch.int8))
     elif data.dtype == torch.float8_e4m3fn:
-        drawn = torch.empty(data.shape, device=data.device)
-        data.copy_(drawn.uniform_(-E4M3_SPAN, E4M3_SPAN, generator=generator))
+        data.copy_(torch.empty(data.shape, **made).uniform_(-E4M3_SPAN, E4M3_SPAN, generator=generator))
     else:
         around = next((rule[1:] for rule in _AROUND if re.search(rule[0], name)), None)
         if around is None and data.ndim < 2:
             raise ValueError(f"weights=random has no rule for parameter {name}")
         mean, spread = around or (0.0, _gain(name) / math.sqrt(data.shape[-1]))
-        data.copy_(mean + spread * torch.randn(data.shape, generator=generator, device=data.device))
+        data.copy_(mean + spread * torch.randn(data.shape, generator=generator, **made))
 
 
 def _gain(name: str) -> float:

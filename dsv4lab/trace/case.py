@@ -79,8 +79,9 @@ class Case:
         }
 
     def where(self, rows: np.ndarray) -> str:
-        costs = pd.Series(self.dur[rows]).groupby(self.events["stack"].astype(object).to_numpy()[rows]).sum()
-        costs = costs[costs.index != ""]
+        stacks = self.events["stack"].cat
+        costs = pd.Series(self.dur[rows]).groupby(stacks.codes.to_numpy()[rows]).sum()
+        costs = costs.set_axis(stacks.categories[costs.index]).drop("", errors="ignore")
         return costs.idxmax().partition(" < ")[0] if len(costs) else ""
 
 

@@ -41,8 +41,9 @@ KINDS = {
 _GPU = ("kernel", "memcpy", "memset")
 _TEXTS = ("name", "stack", "collective")
 _ARRAYS = ("grid", "block", "shapes", "dtypes", "strides")
-_WHOLE = re.compile(rb"(?:-?\d+\n)*-?\d+")
-_THREE_DECIMALS = re.compile(rb"(?:-?\d+\.\d{3}\n)*-?\d+\.\d{3}")
+_US = rb"-?[1-8]?\d{1,15}"  # as ns within 64 bits
+_WHOLE = re.compile(rb"(?:%b\n)*%b" % (_US, _US))
+_THREE_DECIMALS = re.compile(rb"(?:%b\.\d{3}\n)*%b\.\d{3}" % (_US, _US))
 _END = re.compile(rb"\}\s*\]")
 _RAW = msgspec.Raw(b"")
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from dsv4lab.trace import steps, summary
+from dsv4lab.trace import summary
 from dsv4lab.trace.compare import comparable, compared
 from dsv4lab.trace.frames import Trace
-from dsv4lab.trace.suspects import BLIND, NEED_SHAPES, Suspect, table, unseen
+from dsv4lab.trace.suspects import BLIND, NEED_SHAPES, Suspect, find, table, unseen
 
 _NOISE = re.compile(r"^void |\(anonymous namespace\)::|at::native::|c10::|std::")
 _WORDS = ("family", "name", "op", "shapes", "dtypes", "where", "cause", "verdict")
@@ -38,19 +38,35 @@ class Section:
         return f"and {hidden:,} more" if hidden > 0 else ""
 
 
-def one(trace: Trace, found: list[Suspect], by: summary.By, titles: dict[str, str]) -> Iterator[Section]:
+@dataclass(frozen=True)
+class Findings:
+    """What there is to report of one trace."""
+
+    trace: Trace
+    by: summary.By
+    tables: dict[str, pd.DataFrame]
+    suspects: list[Suspect]
+
+
+def findings(
+    trace: Trace, by: summary.By = "family", max_context: int | None = None, live: int | None = None
+) -> Findings:
+    """Everything that a report shows; `max_context` and `live` help the suspects (see `suspects.find`)."""
+    return Findings(trace, by, summary.overview(trace, by), find(trace, max_context, live))
+
+
+def one(found: Findings, titles: dict[str, str]) -> Iterator[Section]:
     """The sections of one trace, times in microseconds."""
-    yield _source(trace)
-    yield Section("devices (µs)", table=_devices(summary.by_device(trace)))
-    yield from _steps(steps.table(trace))
-    yield Section(f"by {by} (µs)", table=_groups(summary.by(trace, by), titles))
-    if len(trace.events.groupby(["rank", "device"])) > 1:
-        yield Section(
-            "by family, on each GPU (µs)", table=_groups(summary.by(trace, "family", per_device=True), titles)
-        )
-    yield _unmatched(summary.unmatched(trace))
-    yield Section("idle, by cause (µs)", table=_idle(summary.idle(trace)))
-    yield _suspects(trace, found)
+    tables = found.tables
+    yield _source(found.trace)
+    yield Section("devices (µs)", table=_devices(tables["devices"]))
+    yield from _steps(tables["steps"])
+    yield Section(f"by {found.by} (µs)", table=_groups(tables["groups"], titles))
+    if len(tables["devices"]) > 1:
+        yield Section("by family, on each GPU (µs)", table=_groups(tables["families"], titles))
+    yield _unmatched(tables["unmatched"])
+    yield Section("idle, by cause (µs)", table=_idle(tables["idle"]))
+    yield _suspects(found)
 
 
 def two(before: Trace, after: Trace, titles: dict[str, str]) -> Iterator[Section]:
@@ -60,13 +76,14 @@ def two(before: Trace, after: Trace, titles: dict[str, str]) -> Iterator[Section
         yield Section(f"before and after, by {by} (µs a {changes.attrs['unit']})", table=_changes(changes, titles))
 
 
-def as_json(trace: Trace, found: list[Suspect], by: summary.By, after: Trace | None = None) -> str:
+def as_json(found: Findings, after: Trace | None = None) -> str:
     """Every table of the report in full, times in integer nanoseconds."""
-    tables = summary.overview(trace) | {f"by_{by}": summary.by(trace, by), "suspects": table(found)}
+    tables = found.tables | {"suspects": table(found.suspects)}
     if after is not None:
-        tables["compared"] = compared(trace, after)
+        tables["compared"] = compared(found.trace, after)
     rows = {name: json.loads(each.to_json(orient="records", double_precision=15)) for name, each in tables.items()}
-    return json.dumps({"meta": trace.meta, "lost": dict(trace.lost), **rows}, indent=1, ensure_ascii=False) + "\n"
+    head = {"meta": found.trace.meta, "lost": dict(found.trace.lost), "by": found.by}
+    return json.dumps(head | rows, indent=1, ensure_ascii=False) + "\n"
 
 
 def microseconds(ns: float) -> str:
@@ -139,7 +156,7 @@ def _unmatched(kernels: pd.DataFrame) -> Section:
     if kernels.empty:
         return Section("every kernel belongs to a family")
     names = kernels["name"].astype(object).map(shortened)
-    title = f"of no family: {percent(kernels['share'].sum())}, {len(kernels):,} kernels by name"
+    title = f"of no family: {percent(kernels['share'].sum())}, {len(kernels):,} by name"
     return Section(title, table=pd.DataFrame({"share": kernels["share"].map(percent), "name": names}))
 
 
@@ -155,18 +172,18 @@ def _idle(idle: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-def _suspects(trace: Trace, found: list[Suspect]) -> Section:
+def _suspects(found: Findings) -> Section:
     lines = []
-    for number, suspect in enumerate(found, 1):
+    for number, suspect in enumerate(found.suspects, 1):
         lines.append(f"{number}. {percent(suspect.share)}, {microseconds(suspect.ns)} µs: {suspect.finding}")
         lines += [f"     {line}" for line in suspect.evidence]
         lines += [f"     from {suspect.where}"] if suspect.where else []
         lines.append(f"     {suspect.advice}")
-    if (hidden := unseen(trace)) > BLIND:
+    if (hidden := unseen(found.trace)) > BLIND:
         rules = ", ".join(rule.__name__ for rule in NEED_SHAPES)
         lines.append(f"{percent(hidden)} of the time has no shapes of ops, by which {rules} are found:")
         lines.append("     an eager trace of the step has them, and --capture joins them to this one")
-    return Section("suspects" if found else "no suspects", tuple(lines))
+    return Section("suspects" if found.suspects else "no suspects", tuple(lines))
 
 
 def _changes(changes: pd.DataFrame, titles: dict[str, str]) -> pd.DataFrame:

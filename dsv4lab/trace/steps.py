@@ -12,8 +12,6 @@ from dsv4lab.trace.timeline import busy_by
 STEP = re.compile(r"^(?:ProfilerStep\s*#\s*\d+|(?:step|decode|iteration)\b.*)$", re.IGNORECASE)
 """Annotations that are a step: torch.profiler's, SGLang's "step[DECODE bs=32]" and what people write by hand."""
 
-BATCH = re.compile(r"\bbs\s*=\s*(\d+)")
-
 
 def cut(trace: Trace) -> Trace:
     """The trace with `step` filled in: 0, 1, ... by start within each rank, -1 outside.
@@ -36,13 +34,14 @@ def _steps(events: pd.DataFrame, marks: pd.DataFrame) -> np.ndarray:
         host = _outermost(host)
         return _inside(np.where(launched >= 0, launched, started), host)
     device = named[named["kind"] == "gpu"].sort_values("ts")
-    if len(device):
-        return _inside(started, _outermost(device))
+    if len(device):  # every stream has its own, the main one the longest
+        main = device.groupby("tid")["dur"].sum().idxmax()
+        return _inside(started, _outermost(device[device["tid"] == main]))
     return _by_graph(events)
 
 
 def _outermost(spans: pd.DataFrame) -> pd.DataFrame:
-    """Without those inside another one: the same step is often annotated at several levels, or on several streams."""
+    """Without those inside another one: the same step is often annotated at several levels."""
     ends = (spans["ts"] + spans["dur"]).to_numpy()
     before = np.concatenate(([np.iinfo(np.int64).min], np.maximum.accumulate(ends)[:-1]))
     return spans[ends > before]

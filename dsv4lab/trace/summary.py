@@ -1,7 +1,7 @@
 """Tables of one trace: where its time goes, by family, kernel, op, shape, stream or step."""
 
 from dataclasses import replace
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
 import pandas as pd
@@ -96,12 +96,13 @@ def by_device(trace: Trace) -> pd.DataFrame:
     return timeline.by_device(trace, trace.events["family"].isin(families.COMMUNICATION).to_numpy())
 
 
-def overview(trace: Trace) -> dict[str, Any]:
-    """All tables of one trace by name: devices, steps, families, unmatched, idle."""
+def overview(trace: Trace, key: By = "family") -> dict[str, pd.DataFrame]:
+    """All tables of one trace by name: devices, steps, groups (by `key`), families (a device), unmatched, idle."""
     return {
         "devices": by_device(trace),
         "steps": steps.table(trace),
-        "families": by(trace, "family"),
+        "groups": by(trace, key),
+        "families": by(trace, "family", per_device=True),
         "unmatched": unmatched(trace),
         "idle": idle(trace),
     }

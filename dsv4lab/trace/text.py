@@ -8,10 +8,11 @@ from pathlib import Path
 
 from dsv4lab.trace.frames import TraceError
 
-CHUNK = 8 * 1024**2
-"""Bytes of text taken at a time; no more than a few times this is ever held."""
+CHUNK = 256 * 1024
+"""Bytes of text taken at a time: what is made of them stays in the cache. Never much more text than this is held."""
 
-_INFLATED_AT_ONCE = 256 * 1024  # bytes of gzip
+_INFLATED_AT_ONCE = 64 * 1024  # bytes of gzip
+_HEAD = 64 * 1024**2  # bytes before the array of events
 
 _ARRAY = re.compile(rb'\A\s*\[|"traceEvents"\s*:\s*\[')
 _BETWEEN = re.compile(rb'\}\s*,\s*(?=\{\s*"(?:ph|name|cat|pid|tid|ts|dur|id|bp|s|args)"\s*:)')
@@ -82,7 +83,7 @@ class Runs:
             if found := _ARRAY.search(buffer):
                 self.head = buffer[: found.end()]
                 return buffer[found.end() :]
-            if len(buffer) > 4 * CHUNK:
+            if len(buffer) > _HEAD:
                 break
         raise TraceError(f"{self._path.name} holds no traceEvents array: not a Chrome trace")
 

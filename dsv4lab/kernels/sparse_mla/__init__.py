@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4lab.kernels.launch import launch, target
+from dsv4lab.kernels.launch import launch, target, warm
 from dsv4lab.kernels.sparse_mla import checks
 from dsv4lab.kernels.sparse_mla.cases import (
     CASES,
@@ -52,9 +52,11 @@ from dsv4lab.kernels.sparse_mla.plans import (
     buckets,
     choose,
     mma_config,
+    reachable,
     split_plan,
 )
 from dsv4lab.kernels.sparse_mla.tiles import combine_kernel, simt_kernel, split_k_kernel
+from dsv4lab.model import DSV4_FLASH
 
 __all__ = [
     "CANDIDATES",
@@ -78,8 +80,12 @@ __all__ = [
     "reference",
     "sparse_mla_decode",
     "static_launches",
+    "warm_up",
     "work",
 ]  # fmt: skip
+
+MAX_C128 = 64 * -(-DSV4_FLASH.page_table_width(DSV4_FLASH.max_position_embeddings) // 32)
+"""Positions that a c128 layer can select, as SGLang sizes its indices: two a logical page, in steps of 64."""
 
 _LOG2E = 1.4426950408889634
 _INTERPRETED = triton.knobs.runtime.interpret
@@ -98,9 +104,13 @@ def plan(
 def plan_for(call: Inputs, impl: str = "split_k", config: Config | None = None) -> Plan:
     """The plan of a call on the device it lies on; interpreted calls are planned as on an H200."""
     q, extra = call.q, call.extra_indices_in_kvcache
-    arch, sms = target(q.device) if q.is_cuda else ("sm_90", 132)
+    arch, sms = _target(q.device)
     widths = call.indices.shape[-1], 0 if extra is None else extra.shape[-1]
     return plan(q.shape[0] * q.shape[1], q.shape[2], widths, impl=impl, arch=arch, sms=sms, config=config)
+
+
+def _target(device: torch.device) -> tuple[str, int]:
+    return target(device) if device.type == "cuda" else ("sm_90", 132)
 
 
 def _cache_arguments(prefix: str, cache: Tensor, indices: Tensor, length: Tensor | None) -> dict:
@@ -132,7 +142,7 @@ def launches(
         **_cache_arguments("", call.k_cache, call.indices, call.topk_length),
         **_cache_arguments("extra_", *(extra if has_extra else (call.k_cache, call.indices, None))),
         **output, scale2=call.softmax_scale * _LOG2E,
-        WIDTH=call.indices.shape[-1], EXTRA_WIDTH=extra[1].shape[-1] if has_extra else 0,
+        WIDTH=call.indices.shape[-1], extra_width=extra[1].shape[-1] if has_extra else 0, HAS_EXTRA=has_extra,
         PAGE=call.k_cache.shape[1], EXTRA_PAGE=call.extra_k_cache.shape[1] if has_extra else 1,
         HAS_LENGTHS=call.topk_length is not None, HAS_EXTRA_LENGTHS=call.extra_topk_length is not None,
     )  # fmt: skip
@@ -230,6 +240,30 @@ def prepare(impl: str, inputs: Inputs) -> Callable[[], tuple[Tensor, Tensor]]:
     """
     impl, config = CANDIDATES.get(impl, (impl, None))
     return functools.partial(sparse_mla_decode, **vars(inputs), impl=impl, config=config)
+
+
+def warm_up(
+    device: torch.device | str = "cuda", *, heads: int, impl: str = "split_k", page: int = 256,
+    extras: tuple[tuple[int, int], ...] = ((0, 1), (DSV4_FLASH.index_topk, 64), (MAX_C128, 2)),
+) -> None:  # fmt: skip
+    """Compile and load every variant that calls with these heads and caches can need, whatever B and lengths.
+
+    page: tokens of a page of the window's cache. extras: (most positions, tokens of a page) of each extra cache, (0, 1)
+    for a layer without. A call has one query a row, the model's window, and lengths.
+    """
+    device = torch.device(device)
+    arch, sms = _target(device)
+    for width, extra_page in extras:
+        case = Case("warm_up", 1, heads, topk=min(width, DSV4_FLASH.index_topk), page=page, extra_page=extra_page)
+        (call,) = make_inputs(case, device=device)
+        out, lse = torch.empty_like(call.q), torch.empty(1, heads, 1, device=device)
+        plans = [None] if impl == "simt" else [plan(1, heads, (case.window, width), impl=impl, arch=arch, sms=sms)]
+        if impl == "split_k":
+            plans = reachable(heads=heads, window=case.window, most=width, arch=arch, sms=sms)
+        for each in plans:
+            workspace = torch.empty(each.workspace_numel if each else 0, device=device)
+            for step in launches(call, out, lse, workspace, impl=impl, plan=each):
+                warm(*step)
 
 
 def notes(impl: str, inputs: Inputs) -> dict:

@@ -3,7 +3,7 @@
 A plan depends on shapes alone, so a captured graph stays right whatever lengths its replays bring.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dsv4lab.hardware import arch_entry
 
@@ -166,3 +166,14 @@ def split_plan(config: Config, *, rows: int, heads: int, widths: tuple[int, ...]
     wanted = min(max(config.blocks_per_sm * sms // blocks, 1), tiles)
     share = -(-tiles // wanted)
     return Plan(config, rows, heads, num_splits=-(-tiles // share))
+
+
+def reachable(*, heads: int, window: int, most: int, arch: str, sms: int) -> list[Plan]:
+    """One plan, of one row, for each variant that some number of rows and up to `most` extra positions come to."""
+    found = {}
+    full = sms * max(bucket.config.blocks_per_sm for bucket in buckets(arch))
+    for width in {0, most, *range(64, most, 64)} if most else {0}:
+        for rows in range(1, full + 2):  # with more rows nothing is split any more
+            made = split_plan(choose(arch, heads, rows).config, rows=rows, heads=heads, widths=(window, width), sms=sms)
+            found.setdefault((made.config, made.num_splits), replace(made, rows=1))
+    return list(found.values())

@@ -142,16 +142,19 @@ def _attend(
     return m, l, acc_low, acc_high
 
 
-# these vary with the batch or the pool: a variant for 1 and one for multiples of 16 would compile in mid-service
-@triton.jit(do_not_specialize=["NUM_SPLITS", "num_slots", "extra_num_slots"])
+# these vary with the batch, the prefill or the pool: a variant of its own for each would compile in mid-service
+VARYING = ["extra_width", "num_slots", "extra_num_slots"]
+
+
+@triton.jit(do_not_specialize=["NUM_SPLITS", *VARYING])
 def split_k_kernel(
     q, q_stride_b, q_stride_s, q_stride_h,
     cache, page_stride, num_slots, indices, idx_stride_b, idx_stride_s, lengths, len_stride_b, len_stride_s,
     extra_cache, extra_page_stride, extra_num_slots, extra_indices, extra_idx_stride_b, extra_idx_stride_s,
     extra_lengths, extra_len_stride_b, extra_len_stride_s,
     attn_sink, out, out_stride_b, out_stride_s, out_stride_h, lse, partial_out, partial_lse,
-    scale2, S_Q, H, NUM_SPLITS,
-    WIDTH: tl.constexpr, EXTRA_WIDTH: tl.constexpr, PAGE: tl.constexpr, EXTRA_PAGE: tl.constexpr,
+    scale2, S_Q, H, NUM_SPLITS, extra_width,
+    WIDTH: tl.constexpr, HAS_EXTRA: tl.constexpr, PAGE: tl.constexpr, EXTRA_PAGE: tl.constexpr,
     HAS_LENGTHS: tl.constexpr, HAS_EXTRA_LENGTHS: tl.constexpr, HAS_SINK: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, TRANSPOSE_SCORES: tl.constexpr,
     COMPUTE: tl.constexpr,
@@ -174,10 +177,10 @@ def split_k_kernel(
     n_main = WIDTH
     if HAS_LENGTHS:
         n_main = tl.minimum(tl.maximum(tl.load(lengths + b * len_stride_b + s * len_stride_s), 0), WIDTH)
-    n_extra = EXTRA_WIDTH
+    n_extra = extra_width
     if HAS_EXTRA_LENGTHS:
         n_extra = tl.load(extra_lengths + b * extra_len_stride_b + s * extra_len_stride_s)
-        n_extra = tl.minimum(tl.maximum(n_extra, 0), EXTRA_WIDTH)
+        n_extra = tl.minimum(tl.maximum(n_extra, 0), extra_width)
     main_tiles = tl.cdiv(n_main, BLOCK_N)
     tiles = main_tiles + tl.cdiv(n_extra, BLOCK_N)
     share = tl.cdiv(tiles, NUM_SPLITS)
@@ -203,7 +206,7 @@ def split_k_kernel(
         lo * BLOCK_N, tl.minimum(hi * BLOCK_N, n_main), q_low, q_high, scale2, m, l, acc_low, acc_high,
         PAGE, BLOCK_N, STAGES, TRANSPOSE_SCORES, COMPUTE,
     )  # fmt: skip
-    if EXTRA_WIDTH > 0:
+    if HAS_EXTRA:
         m, l, acc_low, acc_high = _attend(
             extra_cache, extra_page_stride, extra_num_slots,
             extra_indices + b * extra_idx_stride_b + s * extra_idx_stride_s,
@@ -281,15 +284,15 @@ def _attend_one_head(
     return m, l, acc_low, acc_high
 
 
-@triton.jit(do_not_specialize=["num_slots", "extra_num_slots"])
+@triton.jit(do_not_specialize=VARYING)
 def simt_kernel(
     q, q_stride_b, q_stride_s, q_stride_h,
     cache, page_stride, num_slots, indices, idx_stride_b, idx_stride_s, lengths, len_stride_b, len_stride_s,
     extra_cache, extra_page_stride, extra_num_slots, extra_indices, extra_idx_stride_b, extra_idx_stride_s,
     extra_lengths, extra_len_stride_b, extra_len_stride_s,
     attn_sink, out, out_stride_b, out_stride_s, out_stride_h, lse,
-    scale2, S_Q, H,
-    WIDTH: tl.constexpr, EXTRA_WIDTH: tl.constexpr, PAGE: tl.constexpr, EXTRA_PAGE: tl.constexpr,
+    scale2, S_Q, H, extra_width,
+    WIDTH: tl.constexpr, HAS_EXTRA: tl.constexpr, PAGE: tl.constexpr, EXTRA_PAGE: tl.constexpr,
     HAS_LENGTHS: tl.constexpr, HAS_EXTRA_LENGTHS: tl.constexpr, HAS_SINK: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One program: one query row and one head, fp32 on the SIMT lanes. Every head reads all of the row's KV again."""
@@ -313,11 +316,11 @@ def simt_kernel(
         cache, page_stride, num_slots, indices + b * idx_stride_b + s * idx_stride_s, n_main,
         q_low, q_high, scale2, m, l, acc_low, acc_high, PAGE, BLOCK_N,
     )  # fmt: skip
-    if EXTRA_WIDTH > 0:
-        n_extra = EXTRA_WIDTH
+    if HAS_EXTRA:
+        n_extra = extra_width
         if HAS_EXTRA_LENGTHS:
             n_extra = tl.load(extra_lengths + b * extra_len_stride_b + s * extra_len_stride_s)
-            n_extra = tl.minimum(tl.maximum(n_extra, 0), EXTRA_WIDTH)
+            n_extra = tl.minimum(tl.maximum(n_extra, 0), extra_width)
         m, l, acc_low, acc_high = _attend_one_head(
             extra_cache, extra_page_stride, extra_num_slots,
             extra_indices + b * extra_idx_stride_b + s * extra_idx_stride_s,

@@ -83,7 +83,7 @@ def launches(
         table=call.page_tables, table_stride=call.page_tables.stride(0), out=out, out_stride=out.stride(0),
         raw=out if raw is None else raw, raw_stride=0 if raw is None else raw.stride(0), k=call.k,
         LIST=length, BLOCK=c.block, STAGES=c.num_stages, READY=maxima_ready, PAGE=call.page_size, RAW=raw is not None,
-        ALIGNED=aligned, num_warps=c.num_warps * length // 1024,
+        ALIGNED=aligned, num_warps=min(c.num_warps * length // 1024, 16),
     )  # fmt: skip
     return [(topk_kernel, (rows, programs), arguments)]
 

@@ -1,0 +1,159 @@
+"""The campaign on a live server as tables and one figure; what was reported of it stands in tables of its own."""
+
+from collections.abc import Mapping, Sequence
+
+import matplotlib.pyplot as plt
+import pandas as pd
+from matplotlib.figure import Figure
+
+from dsv4lab.plot.chapters import number
+from dsv4lab.plot.palette import BLUE, GREEN, GREY
+from dsv4lab.plot.style import styled
+from dsv4lab.records import Record
+
+LADDER = {
+    "stock": "stock",
+    "mma": "+ attention on tensor cores",
+    "split_k": "+ split-K",
+    "bf16": "+ bf16 where FP32 was forced",
+    "indexer_stock_mhc": "+ indexer at the real length",
+    "indexer": "+ MHC-pre in one pass: all fixes",
+}
+"""The stages that follow from one another, and what each adds."""
+
+MARKS = {"native": "SGLang's Hopper path", "native_auto": "SGLang's own choices"}
+CAPPED = {"stock": "stock_ctx8192", "indexer": "indexer_ctx8192"}
+COMPILED = ("compile", "compile_nographs", "compile_stock_attention")
+STAGES = (*LADDER, *MARKS, *CAPPED.values(), *COMPILED)
+
+
+def served(frame: pd.DataFrame) -> pd.DataFrame:
+    """Output tokens/s: a row a stage, in the order of `STAGES`, a column a concurrency; invalid runs are left out.
+
+    ValueError where two records compete for one place.
+    """
+    rows = frame[frame["C"].notna() & frame["passed"]]
+    twice = rows[rows.duplicated(["stage", "C"])]
+    if not twice.empty:
+        stage, at = twice.iloc[0][["stage", "C"]]
+        raise ValueError(f"several records of {stage} at C={at:g}: choose one run first")
+    table = rows.astype({"C": int}).pivot(index="stage", columns="C", values="output_tok_s")
+    return table.loc[[stage for stage in STAGES if stage in table.index]]
+
+
+def starts(run: Sequence[Record]) -> pd.DataFrame:
+    """What became of each stage: seconds to the first answer, memory taken by graphs (GB), the first error if any."""
+    rows = {}
+    for record in run:
+        if record.case in ("start", "end") and record.config["stage"] in STAGES:
+            row = rows.setdefault(record.config["stage"], {"start (s)": None, "graphs (GB)": None, "error": ""})
+            if record.check["passed"]:
+                row["start (s)"] = record.samples_us[0] / 1e6
+                row["graphs (GB)"] = (record.result or {}).get("graph_gb")
+            else:
+                row["error"] = row["error"] or "; ".join(record.check.get("errors", []))
+    table = pd.DataFrame.from_dict(rows, orient="index", columns=["start (s)", "graphs (GB)", "error"])
+    table = table.astype({"start (s)": float, "graphs (GB)": float})
+    return table.loc[[stage for stage in STAGES if stage in table.index]]
+
+
+def missing(table: pd.DataFrame) -> list[str]:
+    """The stages without a row."""
+    return [stage for stage in STAGES if stage not in table.index]
+
+
+def over(rates: pd.DataFrame, stage: str, other: str) -> pd.Series:
+    """How many times the tokens/s of `other` a stage serves, by concurrency; empty where one was not measured."""
+    if not {stage, other} <= set(rates.index):
+        return pd.Series(dtype=float, index=pd.Index([], name="C", dtype=int))
+    return (rates.loc[stage] / rates.loc[other]).dropna()
+
+
+def headline(frame: pd.DataFrame) -> str:
+    """The README's table as Markdown, output tokens/s: all fixes and SGLang's Hopper path."""
+    rates = served(frame)
+    lines = [["requests at once", "all fixes", MARKS["native"], "fixes / Hopper path"], ["--:"] * 4]
+    for load, ratio in over(rates, "indexer", "native").items():
+        both = (number(rates.loc[stage, load]) for stage in ("indexer", "native"))
+        lines.append([str(load), *both, f"{ratio:.2f}x"])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def met(marks: Sequence[tuple[str, float, float, int]]) -> pd.DataFrame:
+    """Marks (text, measured, limit, 1 for at least or -1 for at most) and whether they were met; NaN: not measured."""
+    table = pd.DataFrame(marks, columns=["mark", "measured", "limit", "sign"]).set_index("mark")
+    good = table["sign"] * (table["measured"] - table["limit"]) >= 0
+    table["met"] = good.map({True: "yes", False: "no"}).where(table["measured"].notna(), "not measured")
+    return table[["measured", "met"]]
+
+
+def worth(rates: pd.Series, concurrency: int) -> pd.DataFrame:
+    """What each step of the ladder gave at one concurrency, of the stages measured.
+
+    rates: output tokens/s by stage. In order: over the stage before. Alone: if it saved the same milliseconds of a
+    step that still had everything else of the stock path. NaN in the first row.
+    """
+    step = 1e3 * concurrency / rates.reindex([stage for stage in LADDER if stage in rates.dropna().index])
+    saved = -step.diff()
+    table = pd.DataFrame({
+        "tokens/s": rates[step.index],
+        "a token of each (ms)": step,
+        "saved (ms)": saved,
+        "in order": step.shift() / step,
+        "alone": step.iloc[:1].sum() / (step.iloc[:1].sum() - saved),
+        "so far": step.iloc[:1].sum() / step,
+    })  # fmt: skip
+    return table.rename(index=LADDER)
+
+
+def capped(rates: pd.DataFrame) -> pd.DataFrame:
+    """Tokens/s at 8K allowed, at all of the context, and their ratio, for stock and for all fixes; a row each and C."""
+    rows = {
+        (stage, concurrency): (rates.loc[short, concurrency], rates.loc[stage, concurrency])
+        for stage, short in CAPPED.items()
+        if {stage, short} <= set(rates.index)
+        for concurrency in rates
+    }
+    columns = ["8K allowed", "1M allowed"]
+    index = pd.MultiIndex.from_tuples(rows, names=["stage", "C"]) if rows else pd.MultiIndex.from_arrays([[], []])
+    table = pd.DataFrame(list(rows.values()), index=index, columns=columns, dtype=float).dropna()
+    return table.assign(**{"8K / 1M": table["8K allowed"] / table["1M allowed"]})
+
+
+def parity(frame: pd.DataFrame) -> pd.DataFrame:
+    """Of records of serving_parity: a column a context and one for all, differences in nats."""
+    names = {
+        "prompts": "prompts",
+        "noise_mean": "native against itself, mean",
+        "difference_mean": "ours against native, mean",
+        "noise_max": "native against itself, largest",
+        "difference_max": "ours against native, largest",
+        "decided": "decided: native's margin exceeds its noise",
+        "changed_decided": "of these, with another token from ours",
+        "changed": "of all, with another token from ours",
+        "changed_native": "of all, with another token from native itself",
+        "margin_median": "median margin",
+    }
+    return frame.set_index("case")[list(names)].rename(columns=names).T.rename_axis(columns=None)
+
+
+def ladder(rates: Mapping[str, pd.Series], title: str | None = None) -> Figure:
+    """Tokens/s as bars, a panel for each name: rows in their order, marks to beat in green."""
+    with styled():
+        height = 1.4 + 0.34 * max(len(series) for series in rates.values())
+        figure, grid = plt.subplots(1, len(rates), squeeze=False, figsize=(5.1 * len(rates), height))
+        for axes, (name, series) in zip(grid[0], rates.items(), strict=True):
+            series = series.dropna()
+            labels = [(LADDER | MARKS).get(stage, stage) for stage in series.index]
+            colors = [GREEN if stage in MARKS else BLUE if stage in LADDER else GREY for stage in series.index]
+            bars = axes.barh(labels, series, color=colors)
+            axes.bar_label(bars, [f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in series], padding=3)
+            axes.set_xlim(0, 1.2 * series.max())
+            axes.invert_yaxis()
+            axes.grid(visible=False, axis="y")
+            axes.set_xlabel("output tokens/s")
+            axes.set_title(name)
+        if title:
+            figure.suptitle(title, x=0.01, ha="left", fontsize=13)
+    plt.close(figure)
+    return figure

@@ -1,0 +1,80 @@
+from datetime import UTC, datetime
+
+import pandas as pd
+import pytest
+
+from dsv4lab import records
+from dsv4lab.plot import serving
+from dsv4lab.records import Clocks, Environment, Git, Record
+
+ENVIRONMENT = Environment(
+    gpu="NVIDIA H200", gpu_count=1, capability=(9, 0), driver="1", cuda="13", python="3.12", torch="2", triton="3"
+)
+
+
+def record(stage: str, C: int | None, passed: bool = True, errors: tuple[str, ...] = (), **result: float) -> Record:
+    return Record(
+        experiment="serving", case=f"c{C}" if C else "start", impl=stage,
+        config={"stage": stage, "C": C, "context_length": 8192, "layers": 6}, method={"name": "waves"},
+        samples_us=[60e6], check={"passed": passed, "errors": list(errors)}, work=None, seed=0, argv=[],
+        date_utc=datetime(2026, 1, 1, tzinfo=UTC), git=Git(commit=None, dirty=None), kernel_sha256=None,
+        env=ENVIRONMENT, clocks=Clocks(before=None, after=None), server={}, result=result,
+    )  # fmt: skip
+
+
+RATES = {"indexer": 3200.0, "stock": 100.0, "split_k": 200.0, "native": 3300.0, "stock_ctx8192": 1600.0}
+RUN = [
+    *(record(stage, 64, output_tok_s=rate) for stage, rate in RATES.items()),
+    record("mma", 64, passed=False, output_tok_s=1.0),
+    record("stock", None, graph_gb=20.4),
+    record("compile", None, passed=False, errors=("it broke",)),
+]
+
+
+@pytest.fixture
+def rates() -> pd.DataFrame:
+    return serving.served(records.to_frame(RUN))
+
+
+def test_stages_come_in_order_and_what_failed_is_missing(rates):
+    assert list(rates.index) == ["stock", "split_k", "indexer", "native", "stock_ctx8192"]
+    assert list(rates.columns) == [64]
+    assert set(serving.missing(rates)) == set(serving.STAGES) - set(rates.index)
+    with pytest.raises(ValueError, match="several records of stock at C=64"):
+        serving.served(records.to_frame([*RUN, record("stock", 64, output_tok_s=1.0)]))
+
+
+def test_starts_tell_memory_and_the_first_error():
+    table = serving.starts(RUN)
+    assert list(table.index) == ["stock", "compile"]
+    assert table.loc["stock", ["start (s)", "graphs (GB)", "error"]].tolist() == [60.0, 20.4, ""]
+    assert table.loc["compile", "error"] == "it broke" and pd.isna(table.loc["compile", "graphs (GB)"])
+
+
+def test_what_a_stage_was_worth_in_order_and_alone(rates):
+    table = serving.worth(rates[64], 64)
+    assert list(table.index) == [serving.LADDER[stage] for stage in ("stock", "split_k", "indexer")]
+    assert table["a token of each (ms)"].tolist() == [640.0, 320.0, 20.0]
+    assert table["saved (ms)"].tolist()[1:] == [320.0, 300.0]
+    assert table["in order"].tolist()[1:] == [2.0, 16.0]
+    assert table["alone"].tolist()[1:] == [2.0, pytest.approx(640 / 340)]
+    assert table["so far"].tolist() == [1.0, 2.0, 32.0]
+
+
+def test_marks_are_met_missed_or_not_measured(rates):
+    gain = serving.over(rates, "indexer", "stock")
+    assert gain.to_dict() == {64: 32.0} and serving.over(rates, "indexer", "native_auto").empty
+    table = serving.met([("a", gain[64], 17.9, 1), ("b", 0.6, 0.5, -1), ("c", float("nan"), 1.0, 1)])
+    assert table["met"].tolist() == ["yes", "no", "not measured"]
+
+
+def test_what_a_cap_buys_needs_both_stages(rates):
+    table = serving.capped(rates)
+    assert table.loc[("stock", 64)].tolist() == [1600.0, 100.0, 16.0] and len(table) == 1
+    assert serving.capped(rates.loc[["native"]]).empty
+
+
+def test_the_ladder_has_a_panel_for_each_source(rates):
+    figure = serving.ladder({"measured": rates[64], "reported": pd.Series({"baseline": 29.7})}, "title")
+    assert [axes.get_title("left") for axes in figure.axes] == ["measured", "reported"]
+    assert len(figure.axes[0].patches) == len(rates)
