@@ -186,8 +186,8 @@ def mhc_pre(impl: str, sinkhorn: Callable[[], Callable]) -> Callable:
             found = kernel.hc_pre(x, weight, hc_scale.detach(), hc_base.detach(), **numbers, weights_ready=ready)
             return *found, norm is not None
         flat = x.flatten(1)
-        norm = torch.linalg.vector_norm(flat, dim=1, keepdim=True, dtype=torch.float32)
-        rms = torch.rsqrt(norm.square() / flat.shape[1] + layer.rms_norm_eps)
+        length = torch.linalg.vector_norm(flat, dim=1, keepdim=True, dtype=torch.float32)
+        rms = torch.rsqrt(length.square() / flat.shape[1] + layer.rms_norm_eps)
         mixes = (_fp32_product(flat, _bf16(hc_fn)) * rms).unsqueeze(1)
         pre, post, comb = sinkhorn()(mixes, hc_scale, hc_base, layer.hc_mult, layer.hc_sinkhorn_iters, layer.hc_eps)
         y = (pre.squeeze(1).unsqueeze(-1) * x).sum(1)
