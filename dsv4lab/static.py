@@ -25,7 +25,7 @@ from dsv4lab.files import write_atomically
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
-class _NamedTarget:
+class NamedTarget:
     """What the compiler asks of a driver, answered for an architecture like "sm_120"."""
 
     def __init__(self, arch: str):
@@ -46,7 +46,7 @@ def compile_for(arch: str, kernel, grid: tuple[int, ...], arguments: dict):
     if triton.knobs.runtime.interpret:
         raise RuntimeError("compiling needs TRITON_INTERPRET unset: the interpreter replaces the compiler")
     had = driver._active
-    driver.set_active(_NamedTarget(arch))
+    driver.set_active(NamedTarget(arch))
     try:
         return kernel.warmup(grid=grid, **arguments)
     finally:

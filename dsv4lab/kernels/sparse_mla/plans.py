@@ -6,6 +6,7 @@ A plan depends on shapes alone, so a captured graph stays right whatever lengths
 from dataclasses import dataclass, replace
 
 from dsv4lab.hardware import arch_entry
+from dsv4lab.kernels import choices
 
 
 @dataclass(frozen=True)
@@ -151,9 +152,16 @@ def buckets(arch: str) -> tuple[Bucket, ...]:
     return arch_entry(TABLE, arch, RELATIVE)
 
 
+def tuned_buckets(arch: str) -> tuple[Bucket, ...]:
+    """What was tuned on this GPU, each for one number of heads."""
+    own = choices.own("sparse_mla", arch) or {"entries": ()}
+    return tuple(Bucket(e["heads"], e["max_rows"], Config(**e["config"]), own["evidence"]) for e in own["entries"])
+
+
 def choose(arch: str, heads: int, rows: int) -> Bucket:
-    """The table's entry for `heads` and `rows` on an architecture."""
-    return next(b for b in buckets(arch) if heads <= b.max_heads and rows <= b.max_rows)
+    """The entry for `heads` and `rows` on an architecture: what was tuned here for as many heads, or the table's."""
+    tuned = [b for b in tuned_buckets(arch) if heads == b.max_heads and rows <= b.max_rows]
+    return next(b for b in (*tuned, *buckets(arch)) if heads <= b.max_heads and rows <= b.max_rows)
 
 
 def split_plan(config: Config, *, rows: int, heads: int, widths: tuple[int, ...], sms: int) -> Plan:
