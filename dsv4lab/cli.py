@@ -144,8 +144,8 @@ def tune(
     now. What is done is on disk at once: run the same command again after an interrupt, or when the budget is spent.
 
     Tables go to ~/.cache/dsv4lab/tuned, or to the folder that DSV4LAB_TUNED names. Our kernels take theirs from there.
-    SGLang's server takes its own with --hooks tables=tuned, which dsv4lab serve adds by itself where a preset is for
-    this lab's kernels; or copy sglang/configs over SGLang's folders of that name. dsv4lab doctor says what is there.
+    SGLang's server takes its own with --hooks tables=tuned, which dsv4lab serve adds by itself to the presets with our
+    kernels. dsv4lab doctor says what is there.
 
     Args:
         targets: fp8-gemm (SGLang's block-FP8 linear layers), moe (its FP8 experts), attention, indexer (our kernels).
@@ -284,7 +284,7 @@ def serve(
         timeout: Seconds until the server must be ready; the first start on a machine compiles for minutes.
         sglang: A flag for SGLang itself; what comes after -- is taken as such.
     """
-    from dsv4lab.serving import launch, settings
+    from dsv4lab.serving import launch, machine, settings
 
     try:
         setting = None if hooks is None else settings.parse(hooks)
@@ -293,6 +293,8 @@ def serve(
             port=port, nnodes=nnodes, node_rank=node_rank, dist_init_addr=dist_init_addr, flags=sglang, run=out,
             timeout_s=timeout,
         )  # fmt: skip
+        for gpu in machine.gpus()[:1]:
+            config = config.with_tables(gpu.name)
         with launch.Server(config, say=lambda text: print(text, flush=True)) as server:
             live = ", ".join(f"{hook}={impl}" for hook, impl in config.hooks.active.items()) or "none"
             print(f"ready: {server.url}, hooks live on {server.ranks} ranks: {live}, log: {server.log}", flush=True)

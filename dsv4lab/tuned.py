@@ -22,6 +22,13 @@ MOE_VARIABLE = "SGLANG_MOE_CONFIG_DIR"
 BLOCK_SHAPE = (128, 128)
 """Rows and columns of a weight that share one scale."""
 
+COMMANDS = {
+    "sparse_mla": "dsv4lab tune attention",
+    "mqa_logits": "dsv4lab tune indexer",
+    "topk": "dsv4lab tune indexer",
+}
+"""What makes the table of each kernel anew."""
+
 _FORM = f"dtype=fp8_w8a8,block_shape=[{BLOCK_SHAPE[0]}, {BLOCK_SHAPE[1]}]"
 
 
