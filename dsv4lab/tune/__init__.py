@@ -7,11 +7,13 @@ the next run takes up, as long as GPU, Triton, SGLang and kernel are the same.
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from tqdm import tqdm
@@ -21,7 +23,7 @@ from dsv4lab.journal import Journal
 from dsv4lab.provenance import command_line, environment, git_state
 from dsv4lab.records import Environment, Record
 from dsv4lab.tune.compiling import Processes, Threads, quiet
-from dsv4lab.tune.sweep import Point, Sweep, jobs_here
+from dsv4lab.tune.sweep import Sweep, jobs_here
 
 SEED = 0
 
@@ -78,27 +80,27 @@ def run(
     if budget_s <= 0 or (jobs is not None and jobs < 1):
         raise ValueError(f"budget_s and jobs must be positive, got {budget_s} and {jobs}")
     device, deadline = timing.require_gpu(), time.monotonic() + budget_s
-    _forget(root)
     quiet()
-    gpu = hardware.probe()
-    options = dict(sms=gpu["sms"], shared=gpu["shared_memory_per_block"])
-    plans = {name: TARGETS[name].call(TARGETS[name].points, tp, **options) for name in chosen}
-    env, outcomes = environment(device), {}
-    for name, points in plans.items():
-        target, kinds = TARGETS[name], {point.sha256 for point in points}
-        journal = Journal(target.experiment, env.gpu, directory, lambda record, k=kinds: _fits(record, env, k))
-        arch = hardware.arch_key(gpu["capability"])
-        compiler = Processes(arch, jobs or jobs_here()) if target.sglang else Threads(jobs or jobs_here())
-        shared = dict(experiment=target.experiment, argv=command_line(), git=git_state(), env=env)
-        sweep = Sweep(device, options["shared"], shared, compiler, deadline, SEED)
-        try:
-            left = sweep.run(points, journal, say)
-        except BaseException as error:
-            journal.abandon(error, worth_keeping=bool(journal.records))
-            raise
-        finally:
-            compiler.close()
-        outcomes[name] = _finish(target, root, tp, journal, left)
+    with _untuned(root):
+        env, gpu = environment(device), hardware.probe()
+        limits = dict(sms=gpu["sms"], shared=gpu["shared_memory_per_block"])
+        plans = {name: TARGETS[name].call(TARGETS[name].points, tp, **limits) for name in chosen}
+        outcomes = {}
+        for name, points in plans.items():
+            target, kinds = TARGETS[name], {point.sha256 for point in points}
+            journal = Journal(target.experiment, env.gpu, directory, lambda record, k=kinds: _fits(record, env, k))
+            many = jobs or jobs_here()
+            compiler = Processes(hardware.arch_key(gpu["capability"]), many) if target.sglang else Threads(many)
+            shared = dict(experiment=target.experiment, argv=command_line(), git=git_state(), env=env)
+            sweep = Sweep(device, limits["shared"], shared, compiler, deadline, SEED)
+            try:
+                left = sweep.run(points, journal, say)
+            except BaseException as error:
+                journal.abandon(error, worth_keeping=bool(journal.records))
+                raise
+            finally:
+                compiler.close()
+            outcomes[name] = _finish(target, root, tp, journal, left)
     return outcomes
 
 
@@ -112,11 +114,13 @@ def _chosen(names: Sequence[str]) -> list[str]:
     return chosen
 
 
-def _forget(root: Path) -> None:
-    """Makes `default` what runs without tuned tables."""
-    os.environ[tuned.VARIABLE] = ""
-    if os.environ.get(tuned.MOE_VARIABLE) == str(tuned.sglang_folder(root)):
-        del os.environ[tuned.MOE_VARIABLE]
+@contextmanager
+def _untuned(root: Path) -> Iterator[None]:
+    """Inside, `default` is what runs without tuned tables."""
+    with patch.dict(os.environ, {tuned.VARIABLE: ""}):
+        if os.environ.get(tuned.MOE_VARIABLE) == str(tuned.sglang_folder(root)):
+            del os.environ[tuned.MOE_VARIABLE]
+        yield
 
 
 def _fits(record: Record, env: Environment, kernels: set[str]) -> bool:
@@ -135,4 +139,4 @@ def _finish(target: Target, root: Path, tp: int, journal: Journal, left: list[st
     return Outcome(journal.path if left or not journal.records else journal.finish(), tables, left)
 
 
-__all__ = ["TARGETS", "Outcome", "Point", "run"]
+__all__ = ["TARGETS", "Outcome", "run"]

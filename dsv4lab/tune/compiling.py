@@ -125,13 +125,13 @@ def _enter(arch: str) -> None:
     parent = parent_process().sentinel
     threading.Thread(target=lambda: (wait([parent]), os._exit(1)), daemon=True).start()
     quiet()
+    warnings.simplefilter("ignore")  # what importing SGLang says, once a process
     driver.set_active(NamedTarget(arch))
 
 
 def quiet() -> None:
-    """Keeps to itself what SGLang has to say while it is imported, and about tables that it does not find."""
+    """Keeps SGLang from telling of every table that it does not find."""
     logging.getLogger("sglang").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
 
 
 def _compile(module: str, case: Any, choice: Any) -> int:
