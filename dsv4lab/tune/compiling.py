@@ -60,7 +60,7 @@ class Processes:
         self.pool = self._start()
 
     def _start(self) -> ProcessPoolExecutor:
-        return ProcessPoolExecutor(self.jobs, get_context("spawn"), _enter, (self.arch,))
+        return ProcessPoolExecutor(self.jobs, get_context("spawn"), _enter)
 
     def begin(self, point: Any) -> None:
         for name, choice in point.candidates.items():
@@ -87,10 +87,13 @@ class Processes:
 
     def _submit(self, point: Any, choice: Any) -> Future:
         try:
-            return self.pool.submit(_compile, point.module.__name__, point.case, choice)
+            return self.pool.submit(*self._task(point, choice))
         except BrokenProcessPool:
             self.pool = self._start()
-            return self.pool.submit(_compile, point.module.__name__, point.case, choice)
+            return self.pool.submit(*self._task(point, choice))
+
+    def _task(self, point: Any, choice: Any) -> tuple:
+        return _compile, self.arch, point.module.__name__, point.case, choice
 
     def _key(self, point: Any, name: str) -> tuple:
         return point.module.__name__, name, point.module.variant(point.case)
@@ -120,13 +123,12 @@ class Threads:
         """Nothing to end."""
 
 
-def _enter(arch: str) -> None:
-    """In a new process: compile for `arch`, and end when the parent does, however it does."""
+def _enter() -> None:
+    """In a new process: end when the parent does, however it does."""
     parent = parent_process().sentinel
     threading.Thread(target=lambda: (wait([parent]), os._exit(1)), daemon=True).start()
     quiet()
     warnings.simplefilter("ignore")  # what importing SGLang says, once a process
-    driver.set_active(NamedTarget(arch))
 
 
 def quiet() -> None:
@@ -134,6 +136,8 @@ def quiet() -> None:
     logging.getLogger("sglang").setLevel(logging.ERROR)
 
 
-def _compile(module: str, case: Any, choice: Any) -> int:
+def _compile(arch: str, module: str, case: Any, choice: Any) -> int:
     found = import_module(module)
-    return shared_bytes(found.prepare(choice, found.blank(case)))
+    launch = found.prepare(choice, found.blank(case))  # imports SGLang, which asks Triton for the real GPU
+    driver.set_active(NamedTarget(arch))
+    return shared_bytes(launch)
