@@ -7,6 +7,7 @@ only names a target. Works on a CPU with CPU tensors, but not under TRITON_INTER
 """
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from dsv4lab import records
+from dsv4lab import records, tuned
 from dsv4lab.files import write_atomically
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -106,6 +107,7 @@ def path(stem: str) -> Path:
 
 
 def main() -> None:
+    os.environ[tuned.VARIABLE] = ""  # cards are of the shipped configs
     (stem,) = sys.argv[1:] or sys.exit("usage: python -m dsv4lab.static STEM")
     found = {"triton": triton.__version__, "cards": cards(stem)}
     target = path(stem)

@@ -7,6 +7,7 @@ import inspect
 import re
 import sys
 import types
+from functools import partial
 
 import pytest
 
@@ -16,10 +17,11 @@ if importlib.util.find_spec("sglang") is None:
 import torch
 import triton
 
-from dsv4lab import numerics, tuned
+from dsv4lab import numerics, tuned, verdict
 from dsv4lab.kernels import mqa_logits, sparse_mla
 from dsv4lab.serving import arguments, plugin, presets, releases, settings
 from dsv4lab.serving.launch import Config
+from dsv4lab.tune import candidates, fp8_gemm, moe
 
 
 def stub(name: str, **attributes) -> None:
@@ -115,6 +117,19 @@ def test_sglang_reads_the_tables_as_they_are_written(hooked, monkeypatch, tmp_pa
         *shapes, 6, "fp8_w8a8", 20, block_shape=[128, 128], return_down_config=True
     )
     assert config == for_down == table[32]
+
+
+@pytest.mark.parametrize("parts", [(16, 64, 128, 1, 4, 4), (64, 32, 64, 8, 4, 4), (32, 256, 128, 1, 8, 3)])
+def test_the_kernels_of_sglang_are_right_as_they_are_tuned(hooked, parts):
+    tile = candidates.tile(*parts)
+    (call,) = fp8_gemm.make_inputs(fp8_gemm.Case("", 70, 256, 384), device="cpu")
+    products = [moe.make_inputs(moe.Case(p, 9, 128, E=6, topk=3, hidden=256), device="cpu")[0] for p in ("up", "down")]
+    for module, inputs in ((fp8_gemm, call), *((moe, product) for product in products)):
+        right = module.reference(inputs), module.baseline(inputs)
+        assert verdict.verdict(module, partial(module.prepare, tile), inputs, *right)["error"] < 5e-3
+    right = fp8_gemm.reference(call), fp8_gemm.baseline(call)
+    with pytest.raises(verdict.CheckFailed):  # two scales in one step, which the kernel does not have
+        verdict.verdict(fp8_gemm, partial(fp8_gemm.prepare, tile | {"BLOCK_SIZE_K": 256}), call, *right)
 
 
 @pytest.mark.parametrize("name", presets.PRESETS | presets.STAGES)

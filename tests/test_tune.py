@@ -415,6 +415,32 @@ def test_the_two_moe_tables_agree_on_the_rows_of_a_block(tmp_path, monkeypatch):
     assert moe.write(tmp_path, "NVIDIA H200", 8, []) == []
 
 
+def test_both_targets_of_sglang_end_in_its_tables(fake_sglang, clock, tmp_path, monkeypatch):
+    monkeypatch.setattr(tune, "Processes", FakeCompiler)
+    monkeypatch.setattr(tune, "find_spec", lambda name: True)
+    monkeypatch.setattr(fp8_gemm, "cases", lambda tp: [fp8_gemm.Case("", m, 256, 128) for m in (1, 4)])
+    small = dict(E=4, topk=2, hidden=128)
+    monkeypatch.setattr(moe, "cases", lambda tp: [moe.Case(p, m, 128, **small) for m in (1, 4) for p in ("up", "down")])
+    monkeypatch.setattr(moe, "ROWS", (1, 4))
+    monkeypatch.setattr(fp8_gemm, "default", lambda case: TILE)
+    monkeypatch.setattr(candidates, "gemm", lambda *_, **__: {"quick": TILE | {"num_stages": 2}})
+    monkeypatch.setattr(candidates, "moe", lambda *_, **__: {"quick": TILE | {"num_stages": 3}})
+    monkeypatch.setattr(
+        timing, "graph_replay_us",
+        lambda variants, *_, **__: Replays({n: [1.0 if n == "quick" else 2.0] for n in variants}, {}),
+    )  # fmt: skip
+    outcomes = tune.run(["fp8-gemm", "moe"], tp=8, directory=tmp_path / "records", say=lambda text: None)
+    assert list(outcomes) == ["moe", "fp8-gemm"] and not any(outcome.left for outcome in outcomes.values())
+    for name, stages in (("fp8-gemm", 2), ("moe", 3)):
+        assert len(outcomes[name].tables) == (1 if stages == 2 else 2)
+        for path in outcomes[name].tables:
+            table = json.loads(path.read_text())
+            assert set(table) == {"1", "4"} and all(c == TILE | {"num_stages": stages} for c in table.values())
+    assert len(tuned.sglang_tables(tuned.folder(), "NVIDIA H200")) == 3
+    frame = records.to_frame(records.read("tune_moe", tmp_path / "records"))
+    assert set(frame["num_stages"]) == {3, 4} and set(frame["product"]) == {"up", "down"}
+
+
 # our kernels
 
 

@@ -17,7 +17,7 @@ from dsv4lab import tuned
 from dsv4lab.kernels import hc_pre as kernel
 from dsv4lab.kernels import mqa_logits, sparse_mla, topk
 from dsv4lab.kernels.launch import target
-from dsv4lab.kernels.sparse_mla.plans import buckets, tuned_buckets
+from dsv4lab.kernels.sparse_mla.plans import in_use
 from dsv4lab.model import DSV4_FLASH
 
 MOST_ROWS = 256
@@ -49,9 +49,7 @@ def own_heads(heads: int, rank: Callable[[], int] | None = None) -> slice:
 
 def workspace_numel(arch: str, sms: int) -> int:
     """fp32 elements that hold the partial results of any call: a plan splits no further than fills the GPU once."""
-    fullest = max(
-        bucket.config.blocks_per_sm * bucket.config.block_h for bucket in (*tuned_buckets(arch), *buckets(arch))
-    )
+    fullest = max(bucket.config.blocks_per_sm * bucket.config.block_h for bucket in in_use(arch))
     return fullest * sms * (DSV4_FLASH.head_dim + 1)
 
 
