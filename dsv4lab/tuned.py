@@ -36,7 +36,7 @@ def folder() -> Path | None:
     """Where the tables are; None if they are turned off."""
     named = os.environ.get(VARIABLE)
     if named is not None:
-        return Path(named).expanduser() if named else None
+        return Path(named).expanduser().absolute() if named else None
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "dsv4lab" / "tuned"
 
 

@@ -1,6 +1,7 @@
 """`dsv4lab.tune` with fake kernels, a fake SGLang and a fake clock; real are rules, tables and resumption."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -248,6 +249,12 @@ def test_a_wrong_argument_is_named(target, clock, names, options, says):
         tune.run(names, **options)
 
 
+def test_an_sglang_that_does_not_load_is_one_line(target, clock):
+    target.points = lambda *_, **__: __import__("no_such_kernel_library")
+    with pytest.raises(ValueError, match=r"SGLang does not load \(No module named 'no_such_kernel_library'\): pip "):
+        tune.run([])
+
+
 def test_without_sglang_its_kernels_cannot_be_tuned(monkeypatch, clock):
     monkeypatch.setattr(tune, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="moe is a kernel of SGLang, which is not installed"):
@@ -276,6 +283,22 @@ def test_a_candidate_that_takes_its_process_down_takes_no_other(compiler):
     before = dict(compiler.futures)
     compiler.begin(again)
     assert compiler.futures == before
+
+
+def test_threads_compile_on_the_inputs_of_the_point(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import compiled_here\nfrom triton.runtime.driver import driver\n"
+        "from dsv4lab.static import NamedTarget\nfrom dsv4lab.tune import compiling\n"
+        "from dsv4lab.tune.sweep import Point\n"
+        "driver.set_active(NamedTarget('sm_90'))\n"
+        "point = Point('p', compiled_here, 64, {'a': 64, 'b': 128, 'c': 'raises'}, 'x')\n"
+        "print(compiling.Threads(2).outcome(point, compiled_here.blank(64)))\n"
+        "print(len(compiled_here.scale_kernel.device_caches[90][0]))\n"
+    )
+    environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "{'a': 0, 'b': 0, 'c': ValueError('no such tile')}\n2\n"
 
 
 def test_compiling_processes_end_with_the_one_that_made_them(tmp_path):

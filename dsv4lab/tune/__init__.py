@@ -6,6 +6,7 @@ the next run takes up, as long as GPU, Triton, SGLang and kernel are the same.
 """
 
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -59,6 +60,10 @@ class Outcome:
     left: list[str]
 
 
+def _say(line: str) -> None:
+    tqdm.write(line, file=sys.stderr)
+
+
 def run(
     names: Sequence[str],
     *,
@@ -66,7 +71,7 @@ def run(
     budget_s: float = 600.0,
     jobs: int | None = None,
     directory: Path | str | None = None,
-    say: Callable[[str], None] = tqdm.write,
+    say: Callable[[str], None] = _say,
 ) -> dict[str, Outcome]:
     """Tunes the targets one after another, those that matter most first, and writes their tables.
 
@@ -84,7 +89,10 @@ def run(
     with _untuned(root):
         env, gpu = environment(device), hardware.probe()
         limits = dict(sms=gpu["sms"], shared=gpu["shared_memory_per_block"])
-        plans = {name: TARGETS[name].call(TARGETS[name].points, tp, **limits) for name in chosen}
+        try:
+            plans = {name: TARGETS[name].call(TARGETS[name].points, tp, **limits) for name in chosen}
+        except ImportError as error:
+            raise ValueError(f"SGLang does not load ({error}): pip install '.[kernels,serve]'") from error
         outcomes = {}
         for name, points in plans.items():
             target, kinds = TARGETS[name], {point.sha256 for point in points}

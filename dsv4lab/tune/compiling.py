@@ -7,6 +7,7 @@ device, are compiled by threads on the device's own tensors.
 
 import logging
 import os
+import signal
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -127,6 +128,7 @@ def _enter() -> None:
     """In a new process: end when the parent does, however it does."""
     parent = parent_process().sentinel
     threading.Thread(target=lambda: (wait([parent]), os._exit(1)), daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's to answer
     quiet()
     warnings.simplefilter("ignore")  # what importing SGLang says, once a process
 
