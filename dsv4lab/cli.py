@@ -1,4 +1,4 @@
-"""The command line: `dsv4lab run | measure | profile | serve | bench | campaign | parity | doctor`.
+"""The command line: `dsv4lab run | measure | tune | profile | serve | bench | campaign | parity | doctor`.
 
 Thin skins over the package. What the user got wrong is one line on stderr and exit status 2; what went wrong in the
 lab is exit status 1.
@@ -125,6 +125,52 @@ def measure(
 
 
 @app.command
+def tune(
+    targets: Annotated[
+        Positional[tuple[str, ...]], arg(metavar="[TARGET ...]", help_behavior_hint="(default: all)")
+    ] = (),
+    /,
+    *,
+    tp: int = 1,
+    budget_s: float = 600,
+    jobs: OptionalNumber = None,
+    out: OptionalFolder = None,
+) -> int:
+    """Find what is fastest on this GPU, for DeepSeek-V4-Flash's shapes on one of TP ranks, and write it into tables.
+
+    Example: dsv4lab tune fp8-gemm moe --tp 8
+
+    Every candidate is compiled, checked against a reference, then timed; the best few are timed again beside what runs
+    now. What is done is on disk at once: run the same command again after an interrupt, or when the budget is spent.
+
+    Tables go to ~/.cache/dsv4lab/tuned, or to the folder that DSV4LAB_TUNED names. Our kernels take theirs from there.
+    SGLang's server takes its own with --hooks tables=tuned, which dsv4lab serve adds by itself to the presets with our
+    kernels. dsv4lab doctor says what is there.
+
+    Args:
+        targets: fp8-gemm (SGLang's block-FP8 linear layers), moe (its FP8 experts), attention, indexer (our kernels).
+        tp: GPUs that share the model: 1, 2, 4 or 8. Tune once for each that you serve with.
+        budget_s: Seconds after which no further shape is begun.
+        jobs: Candidates that are compiled at once. One a core, but one, if not given.
+        out: Folder for the record files. records/ of the checkout if not given.
+    """
+    if hardware.probe() is None:
+        raise UsageError("tune needs a CUDA GPU, and torch sees none (dsv4lab doctor says why)")
+    from dsv4lab import tune as module
+
+    try:
+        outcomes = module.run(targets, tp=tp, budget_s=budget_s, jobs=jobs, directory=out)
+    except (ValueError, OSError) as error:
+        raise UsageError(str(error)) from error
+    for name, outcome in outcomes.items():
+        print(*(f"{name}: {path}" for path in outcome.tables), sep="\n")
+        print(f"{name}: recorded: {outcome.record}")
+        if outcome.left:
+            print(f"{name}: {len(outcome.left)} shapes are left ({outcome.left[0]}, ...): run the same command again")
+    return 1 if any(outcome.left for outcome in outcomes.values()) else 0
+
+
+@app.command
 def profile(
     trace: Annotated[Positional[Path], arg(metavar="TRACE")],
     after: Annotated[Positional[Path | None], arg(metavar="[TRACE2]", help_behavior_hint="")] = None,
@@ -238,7 +284,7 @@ def serve(
         timeout: Seconds until the server must be ready; the first start on a machine compiles for minutes.
         sglang: A flag for SGLang itself; what comes after -- is taken as such.
     """
-    from dsv4lab.serving import launch, settings
+    from dsv4lab.serving import launch, machine, settings
 
     try:
         setting = None if hooks is None else settings.parse(hooks)
@@ -247,6 +293,8 @@ def serve(
             port=port, nnodes=nnodes, node_rank=node_rank, dist_init_addr=dist_init_addr, flags=sglang, run=out,
             timeout_s=timeout,
         )  # fmt: skip
+        for gpu in machine.gpus()[:1]:
+            config = config.with_tables(gpu.name)
         with launch.Server(config, say=lambda text: print(text, flush=True)) as server:
             live = ", ".join(f"{hook}={impl}" for hook, impl in config.hooks.active.items()) or "none"
             print(f"ready: {server.url}, hooks live on {server.ranks} ranks: {live}, log: {server.log}", flush=True)

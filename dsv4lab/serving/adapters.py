@@ -3,17 +3,21 @@
 Everything that couples serving to a kernel module stands here.
 """
 
+import functools
+import json
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dsv4lab import tuned
 from dsv4lab.kernels import hc_pre as kernel
 from dsv4lab.kernels import mqa_logits, sparse_mla, topk
 from dsv4lab.kernels.launch import target
-from dsv4lab.kernels.sparse_mla.plans import buckets
+from dsv4lab.kernels.sparse_mla.plans import in_use
 from dsv4lab.model import DSV4_FLASH
 
 MOST_ROWS = 256
@@ -45,7 +49,7 @@ def own_heads(heads: int, rank: Callable[[], int] | None = None) -> slice:
 
 def workspace_numel(arch: str, sms: int) -> int:
     """fp32 elements that hold the partial results of any call: a plan splits no further than fills the GPU once."""
-    fullest = max(bucket.config.blocks_per_sm * bucket.config.block_h for bucket in buckets(arch))
+    fullest = max(bucket.config.blocks_per_sm * bucket.config.block_h for bucket in in_use(arch))
     return fullest * sms * (DSV4_FLASH.head_dim + 1)
 
 
@@ -76,6 +80,22 @@ def warm_up(asked: dict[str, str]) -> Callable:
             kernel.warm_up(device, weights=torch.bfloat16 if impl == "split_k_bf16" else torch.float32)
 
     return init
+
+
+def gemm_configs(root: Path, gpu: Callable[[], str]) -> Callable:
+    """Around SGLang's lookup of a block-FP8 weight's configs: the tuned table of `root` for this GPU, if it has one."""
+
+    @functools.cache
+    def tuned_configs(n: int, k: int, shape: tuple[int, int]) -> dict[int, dict] | None:
+        path = tuned.gemm_path(root, gpu(), n, k)
+        if shape != tuned.BLOCK_SHAPE or not path.is_file():
+            return None
+        return {int(rows): config for rows, config in json.loads(path.read_text(encoding="utf-8")).items()}
+
+    def configs(original: Callable, N: int, K: int, block_n: int, block_k: int) -> dict[int, dict] | None:
+        return tuned_configs(N, K, (block_n, block_k)) or original(N, K, block_n, block_k)
+
+    return configs
 
 
 def attention(impl: str, rank: Callable[[], int] | None = None) -> Callable:
