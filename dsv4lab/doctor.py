@@ -13,7 +13,7 @@ from types import ModuleType
 
 from packaging.requirements import Requirement
 
-from dsv4lab import __version__, hardware, records
+from dsv4lab import __version__, hardware, records, tuned
 
 ROOT = Path(__file__).resolve().parents[1]
 CAMPAIGN_ARCH = "sm_120"
@@ -38,7 +38,7 @@ def examine() -> list[Finding]:
     found = [Finding("dsv4lab", __version__), *_packages(), _gpu(gpu), *_records()]
     if not any(finding.broken for finding in found if finding.subject == "kernels"):
         found += _kernels(gpu)
-    return found
+    return [*found, *_tuned(gpu)] if gpu else found
 
 
 def lines(findings: list[Finding]) -> Iterator[str]:
@@ -126,6 +126,29 @@ def _configs(module: ModuleType, arch: str) -> list[str]:
         return [f"{name}: {text}" for text in module.describe(arch)]
     except (LookupError, ValueError):
         return [f"{name} has none for {arch}: give config= in the call"]
+
+
+def _tuned(gpu: dict) -> Iterator[Finding]:
+    """The tables that `dsv4lab tune` left for this GPU, and which of them do not hold any more."""
+    root = tuned.folder()
+    if root is None:
+        yield Finding("tuned", f"turned off: {tuned.VARIABLE} is empty")
+        return
+    lines = list(tuned.describe(root, gpu["name"]))
+    yield from (Finding("tuned", f"{line} ({root})") for line in lines)
+    try:
+        kernels = tuned.read_kernels(root, gpu["name"])
+        choices, triton = import_module("dsv4lab.kernels.choices"), _installed("triton")
+        for kernel, table in kernels.items():
+            import_module(f"dsv4lab.kernels.{kernel}")
+            why = tuned.complaint(table, choices.source_hash(f"dsv4lab.kernels.{kernel}"), triton)
+            text = f"not used, {why}" if why else f"used ({tuned.kernels_path(root, gpu['name'])})"
+            yield Finding("tuned", f"{kernel}: {text}", tuned.COMMANDS[kernel] if why else "")
+    except (ImportError, OSError, ValueError, LookupError) as error:
+        yield Finding("tuned", str(error))
+        return
+    if not lines and not kernels:
+        yield Finding("tuned", f"nothing for this GPU in {root}: shipped configs run", "dsv4lab tune")
 
 
 def _records() -> Iterator[Finding]:

@@ -1,5 +1,6 @@
 """Peaks of the GPUs the lab knows, with their sources, and a look at the one that is here."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -117,6 +118,11 @@ def lookup(name: str) -> GPU:
         if wanted in (known.lower() for known in (gpu.name, *gpu.aliases)):
             return gpu
     raise ValueError(f"name {name!r} is no GPU of the table; known: {', '.join(gpu.name for gpu in GPUS)}")
+
+
+def gpu_slug(gpu: str | None) -> str:
+    """A GPU's name as file names have it: "NVIDIA H200" -> "h200"; "cpu" for None."""
+    return re.sub(r"[^a-z0-9]+", "-", (gpu or "cpu").lower().removeprefix("nvidia ")).strip("-")
 
 
 def arch_key(capability: tuple[int, int]) -> str:

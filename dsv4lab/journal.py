@@ -1,7 +1,7 @@
 """The records of a run in progress: on disk as soon as they exist, a record file when the run is done."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -13,17 +13,28 @@ class Journal:
     """Keeps what is added in `<experiment>_<gpu>_<time>.partial`; `finish` turns that into a record file.
 
     A run that is killed leaves the `.partial` file, whole up to its last record. directory: None is the records folder
-    of the checkout.
+    of the checkout. resume: takes up the newest such file whose records all pass it, if there is one.
     """
 
-    def __init__(self, experiment: str, gpu: str | None, directory: Path | str | None):
+    def __init__(
+        self,
+        experiment: str,
+        gpu: str | None,
+        directory: Path | str | None,
+        resume: Callable[[Record], bool] | None = None,
+    ):
         self.experiment = experiment
         self.directory = records.root() if directory is None else Path(directory)
         self.directory.mkdir(parents=True, exist_ok=True)
-        stem = f"{experiment}_{records.gpu_slug(gpu)}_{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
-        self.path = self.directory / f"{stem}.partial"
-        self.path.touch(exist_ok=False)
         self.records: list[Record] = []
+        of_this = f"{experiment}_{records.gpu_slug(gpu)}_"
+        for path in sorted(self.directory.glob(f"{of_this}*.partial"), reverse=True) if resume else ():
+            kept = records.read_partial(path)
+            if kept and all(map(resume, kept)):
+                self.path, self.records = path, kept
+                return
+        self.path = self.directory / f"{of_this}{datetime.now(UTC):%Y%m%dT%H%M%SZ}.partial"
+        self.path.touch(exist_ok=False)
 
     def add(self, new: Sequence[Record]) -> None:
         self.records += new

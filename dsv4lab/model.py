@@ -93,5 +93,22 @@ class DeepSeekV4Flash:
             moe_intermediate_size=self.moe_intermediate_size // tp,
         )
 
+    def fp8_linears(self, tp: int) -> dict[str, tuple[int, int]]:
+        """(outputs, inputs) of the block-FP8 linear layers of one rank of `tp`, as SGLang fuses them.
+
+        `wo_a` is left out: SGLang multiplies it in bf16 where DeepGEMM does not do it. `mtp_proj` is e_proj and h_proj.
+        """
+        rank = self.tensor_parallel(tp)
+        shared = self.n_shared_experts * rank.moe_intermediate_size
+        return {
+            "wqkv_a": (self.q_lora_rank + self.head_dim, self.hidden_size),
+            "wq_b": (rank.num_attention_heads * self.head_dim, self.q_lora_rank),
+            "wo_b": (self.hidden_size, rank.o_groups * self.o_lora_rank),
+            "shared_gate_up": (2 * shared, self.hidden_size),
+            "shared_down": (self.hidden_size, shared),
+            "index_wq_b": (self.index_n_heads * self.index_head_dim, self.q_lora_rank),
+            "mtp_proj": (self.hidden_size, self.hidden_size),
+        }
+
 
 DSV4_FLASH = DeepSeekV4Flash()

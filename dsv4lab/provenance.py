@@ -1,10 +1,7 @@
 """Where a measurement comes from: machine, versions, commit, kernel source and command line, free of local paths."""
 
-import ast
-import hashlib
 import subprocess
 import sys
-from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from platform import python_version
@@ -12,8 +9,9 @@ from types import ModuleType
 
 import torch
 
-from dsv4lab import kernels, timing
+from dsv4lab import timing
 from dsv4lab.files import without_folders
+from dsv4lab.kernels.choices import source_hash
 from dsv4lab.records import Environment, Git
 
 _PACKAGE = Path(__file__).resolve().parent
@@ -46,29 +44,13 @@ def git_state() -> Git:
 
 
 def kernel_hash(module: ModuleType) -> str:
-    """sha256 over the sources of `module` and of every `dsv4lab.kernels` module it imports, in order of their names."""
-    sources: dict[str, bytes] = {}
-    pending = [module.__name__]
-    while pending:
-        name = pending.pop()
-        if name not in sources:
-            sources[name] = Path(sys.modules[name].__file__).read_bytes()
-            pending += _kernel_imports(sources[name])
-    return hashlib.sha256(b"".join(sources[name] for name in sorted(sources))).hexdigest()
+    """sha256 over the sources of `module` and of every `dsv4lab.kernels` module it imports."""
+    return source_hash(module.__name__)
 
 
 def command_line() -> list[str]:
     """`sys.argv` with absolute paths cut to their last part: records are published."""
     return [without_folders(argument) for argument in sys.argv]
-
-
-def _kernel_imports(source: bytes) -> Iterator[str]:
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ImportFrom):
-            names = [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
-        else:
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        yield from (name for name in names if name.startswith(f"{kernels.__name__}.") and name in sys.modules)
 
 
 def _git(*arguments: str) -> str | None:

@@ -24,6 +24,7 @@ from pydantic import (
 )
 
 from dsv4lab.files import write_atomically
+from dsv4lab.hardware import gpu_slug
 from dsv4lab.roofline import Work
 
 _ABSOLUTE_PATH = re.compile(r"(?<![\w./)\]])/[\w.~-]|(?<![A-Za-z])[A-Za-z]:\\")
@@ -194,11 +195,6 @@ def root() -> Path:
     return records
 
 
-def gpu_slug(gpu: str | None) -> str:
-    """A GPU's name as file names have it: "NVIDIA H200" -> "h200"; "cpu" for None."""
-    return re.sub(r"[^a-z0-9]+", "-", (gpu or "cpu").lower().removeprefix("nvidia ")).strip("-")
-
-
 def write(records: Sequence[Record], experiment: str, directory: Path | str | None = None) -> Path:
     """Store the records of one run on one GPU as a new file, all or nothing, and return its path.
 
@@ -238,6 +234,15 @@ def _read_file(path: Path, experiment: str) -> Iterator[Record]:
         if record.experiment != experiment:
             raise ValueError(f"{path.name}, line {number}: experiment is {record.experiment!r}")
         yield record.model_copy(update={"file": path.name})
+
+
+def read_partial(path: Path) -> list[Record]:
+    """The records of a run that was cut off; what it had begun to write as it was is cut from the file too."""
+    text = path.read_text(encoding="utf-8")
+    whole = text[: text.rfind("\n") + 1]
+    if whole != text:
+        write_atomically(path, whole)
+    return [_parse(Record, line, f"{path.name}, line {n}") for n, line in enumerate(whole.splitlines(), 1)]
 
 
 def _parse(model: type[_M], text: str, where: str) -> _M:

@@ -7,6 +7,7 @@ only names a target. Works on a CPU with CPU tensors, but not under TRITON_INTER
 """
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -19,13 +20,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from dsv4lab import records
+from dsv4lab import records, tuned
 from dsv4lab.files import write_atomically
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
-class _NamedTarget:
+class NamedTarget:
     """What the compiler asks of a driver, answered for an architecture like "sm_120"."""
 
     def __init__(self, arch: str):
@@ -46,7 +47,7 @@ def compile_for(arch: str, kernel, grid: tuple[int, ...], arguments: dict):
     if triton.knobs.runtime.interpret:
         raise RuntimeError("compiling needs TRITON_INTERPRET unset: the interpreter replaces the compiler")
     had = driver._active
-    driver.set_active(_NamedTarget(arch))
+    driver.set_active(NamedTarget(arch))
     try:
         return kernel.warmup(grid=grid, **arguments)
     finally:
@@ -106,6 +107,7 @@ def path(stem: str) -> Path:
 
 
 def main() -> None:
+    os.environ[tuned.VARIABLE] = ""  # cards are of the shipped configs
     (stem,) = sys.argv[1:] or sys.exit("usage: python -m dsv4lab.static STEM")
     found = {"triton": triton.__version__, "cards": cards(stem)}
     target = path(stem)

@@ -185,9 +185,9 @@ def test_triton_is_frozen_too(tmp_path):
         import torch, triton, triton.language as tl
         from triton.runtime.driver import driver
         from dsv4lab import capture
-        from dsv4lab.static import _NamedTarget
+        from dsv4lab.static import NamedTarget
 
-        driver.set_active(_NamedTarget("sm_90"))
+        driver.set_active(NamedTarget("sm_90"))
 
         @triton.jit
         def add(x, n, BLOCK: tl.constexpr):

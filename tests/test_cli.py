@@ -9,7 +9,8 @@ import pytest
 import torch
 from test_notebooks import FINISH, write_notebook
 
-from dsv4lab import cli, doctor, experiments, flip, hardware, kernels, measure, timing
+from dsv4lab import cli, doctor, experiments, flip, hardware, kernels, measure, timing, tune, tuned
+from dsv4lab.kernels.choices import source_hash
 from dsv4lab.notebooks import run as batch
 
 ROOT = Path(__file__).parents[1]
@@ -51,7 +52,7 @@ def test_what_the_user_got_wrong_is_one_line_and_status_2(notebook, capsys, monk
     assert complaint in err
 
 
-@pytest.mark.parametrize("command", ["run", "measure", "profile", "doctor"])
+@pytest.mark.parametrize("command", ["run", "measure", "tune", "profile", "doctor"])
 def test_help_teaches_with_an_example(capsys, command):
     assert status(command, "--help") == 0
     assert f"Example: dsv4lab {command}" in capsys.readouterr().out
@@ -179,6 +180,50 @@ def test_doctor_sees_a_torch_that_does_not_load(monkeypatch):
 def test_doctor_names_the_configs_of_the_gpu(capability, says):
     texts = [found.text for found in doctor._kernels(H200 | {"capability": capability}) if found.subject == "configs"]
     assert any(text.startswith(says) for text in texts)
+
+
+@pytest.fixture
+def tables(monkeypatch, tmp_path):
+    monkeypatch.setenv(tuned.VARIABLE, str(tmp_path))
+    return tmp_path
+
+
+def test_doctor_tells_which_tuned_tables_are_used(monkeypatch, tables):
+    gpu, table = H200["name"], {"sha256": "a" * 64, "triton": doctor._installed("triton")}
+    (nothing,) = doctor._tuned(H200)
+    assert "nothing for this GPU in" in nothing.text and nothing.fix == "dsv4lab tune"
+    tuned.write_sglang(tuned.gemm_path(tables, gpu, 1536, 4096), {1: {}})
+    tuned.write_sglang(tuned.gemm_path(tables, "NVIDIA H100", 1536, 4096), {1: {}})
+    tuned.write_kernel(tables, gpu, "topk", table)
+    tuned.write_kernel(tables, gpu, "sparse_mla", table | {"sha256": source_hash("dsv4lab.kernels.sparse_mla")})
+    found = {finding.text.split(":")[0]: finding for finding in doctor._tuned(H200)}
+    assert found["FP8 GEMM"].text.startswith("FP8 GEMM: 1 tables for SGLang: hooks tables=tuned")
+    assert found["topk"].text == "topk: not used, made for another version of the kernel"
+    assert found["topk"].fix == "dsv4lab tune indexer"
+    assert found["sparse_mla"].text == f"sparse_mla: used ({tables / 'h200.json'})"
+    (tables / "h200.json").write_text("{")
+    assert "h200.json: " in list(doctor._tuned(H200))[-1].text
+    monkeypatch.setenv(tuned.VARIABLE, "")
+    assert [finding.text for finding in doctor._tuned(H200)] == ["turned off: DSV4LAB_TUNED is empty"]
+
+
+@pytest.mark.parametrize(("left", "code"), [([], 0), (["n1_k1_m1"], 1)])
+def test_tune_says_what_it_wrote_and_what_is_left(monkeypatch, capsys, tmp_path, left, code):
+    asked = {}
+    outcome = tune.Outcome(tmp_path / "record", [tmp_path / "table"], left)
+    monkeypatch.setattr(hardware, "probe", lambda: H200)
+    monkeypatch.setattr(tune, "run", lambda names, **options: asked.update(options, names=names) or {"moe": outcome})
+    assert status("tune", "moe", "--tp", "8", "--budget-s", "60") == code
+    assert asked == {"names": ("moe",), "tp": 8, "budget_s": 60.0, "jobs": None, "directory": None}
+    out = capsys.readouterr().out
+    assert f"moe: {tmp_path / 'table'}\nmoe: recorded: {tmp_path / 'record'}\n" in out
+    assert ("1 shapes are left (n1_k1_m1, ...): run the same command again" in out) is bool(left)
+
+
+def test_tune_without_a_gpu_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(hardware, "probe", lambda: None)
+    assert status("tune") == 2
+    assert "tune needs a CUDA GPU" in capsys.readouterr().err
 
 
 def raise_os_error(name: str):

@@ -12,16 +12,17 @@ from dsv4lab.kernels.launch import frozen
 
 DEVICE = "cpu" if hardware.probe() is None else "cuda"
 CONFIGS = [
-    Config(Dot(512, 4), 256, True),
-    Config(Split(16, 32, 128, 256, 4), 128, False),
-    Config(Split(32, 32, 64, 64, 2), 256, True),
+    Config(Dot(512, 4), 4, True),
+    Config(Split(16, 32, 128, 256, 4), 4, False),
+    Config(Split(32, 32, 64, 64, 2), 2, True),
+    Config(Split(16, 32, 128, 256, 4, whole=True), 4, True, rows=4),
 ]
 EXACT = 1e-5
 """What fp32 sums of products with weights of 16 bits and more stay under."""
 
 
-def one(M=5, hidden=256, seed=0):
-    return mhc.make_inputs(mhc.Case("test", M, hidden), device=DEVICE, seed=seed)[0]
+def one(M=5, hidden=256, seed=0, norm=False):
+    return mhc.make_inputs(mhc.Case("test", M, hidden, norm), device=DEVICE, seed=seed)[0]
 
 
 def run(call, **options):
@@ -41,11 +42,26 @@ def _outputs(M, hidden):
     )
 
 
-def assert_right(outputs, expected):
-    (y, post, comb), (right_y, right_post, right_comb) = outputs, expected
+def assert_right(outputs, call, **numbers):
+    """What a y is summed from may cancel, so that an error in its gates, of mixes of 16 bits, is no part of y itself.
+
+    The other part is the spacing of bf16: on a GPU rounded to nearest, cut off by the interpreter.
+    """
+    (y, post, comb), (right_y, right_post, right_comb) = outputs, mhc.composed(call, torch.float64, **numbers)
     assert numerics.relative_error(post, right_post) < EXACT and numerics.relative_error(comb, right_comb) < EXACT
-    spacing = right_y.abs() * 2.0**-7 + 1e-6  # of bf16: on a GPU rounded to nearest, cut off by the interpreter
-    assert ((y.double() - right_y).abs() <= spacing).all()
+    bound = 2.0**-7 * right_y.abs() + 2.0**-12 * _summands(call, **numbers)
+    assert ((y.double() - right_y).abs() <= bound).all()
+
+
+def _summands(call, *, eps=mhc.EPS, hc_eps=mhc.EPS, norm_eps=mhc.EPS, iters=20):
+    """For each y, the sum of the absolute values of what it is summed from, times the factor of its norm."""
+    x, weight = call.x.double(), call.norm_weight
+    mix = mhc.mixes(x.flatten(1), call.hc_fn.double(), eps)
+    pre = mhc.split(mix, call.hc_scale.double(), call.hc_base.double(), hc_eps, iters)[0][:, :, None]
+    if weight is None:
+        return (pre * x.abs()).sum(1)
+    r = torch.rsqrt((pre * x).sum(1).square().mean(-1, keepdim=True) + norm_eps)
+    return (pre * x.abs()).sum(1) * r * weight.double().abs()
 
 
 def rows(config, M):
@@ -54,17 +70,16 @@ def rows(config, M):
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
-@pytest.mark.parametrize(("M", "hidden"), [(1, 256), (17, 256), (2, 768)])
-def test_every_config_and_odd_shapes(config, M, hidden):
-    call, iters = one(rows(config, M), hidden), 2 if M == 17 else 20  # each row interprets its own
-    found = run(call, config=config, sinkhorn_iters=iters)
-    assert_right(found, mhc.composed(call, torch.float64, iters=iters))
+@pytest.mark.parametrize(("M", "hidden", "norm"), [(1, 256, True), (17, 256, False), (2, 768, True), (2, 768, False)])
+def test_every_config_and_odd_shapes(config, M, hidden, norm):
+    call, iters = one(rows(config, M), hidden, norm=norm), 2 if M == 17 else 20  # each row interprets its own
+    assert_right(run(call, config=config, sinkhorn_iters=iters), call, iters=iters)
 
 
 def test_the_table_takes_any_number_of_rows():
     for M in (1, 5, 17):
-        call = one(M)
-        assert_right(mhc.hc_pre(**vars(call), sinkhorn_iters=2), mhc.composed(call, torch.float64, iters=2))
+        call = one(M, norm=M == 5)
+        assert_right(mhc.hc_pre(**vars(call), sinkhorn_iters=2), call, iters=2)
 
 
 def test_comb_is_doubly_stochastic_and_the_gates_are_in_range():
@@ -74,11 +89,31 @@ def test_comb_is_doubly_stochastic_and_the_gates_are_in_range():
 
 
 def test_the_numbers_of_a_model_are_arguments():
-    call = one()
-    found = run(call, rms_eps=1.0, hc_eps=0.125, sinkhorn_iters=2)
-    expected = mhc.composed(call, torch.float64, eps=1.0, hc_eps=0.125, iters=2)
-    assert_right(found, expected)
-    assert numerics.relative_error(found[2], mhc.reference(call)[2]) > 1e-2
+    call = one(norm=True)
+    found = run(call, rms_eps=1.0, hc_eps=0.125, norm_eps=0.5, sinkhorn_iters=2)
+    assert_right(found, call, eps=1.0, hc_eps=0.125, norm_eps=0.5, iters=2)
+    assert all(numerics.relative_error(*each) > 1e-2 for each in zip(found, mhc.reference(call), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_norm_is_of_what_is_not_yet_rounded_and_takes_its_weight_as_it_is(dtype):
+    call = one(3, norm=True)
+    call.norm_weight = (1 + torch.rand(256, device=DEVICE) / 8).to(dtype)
+    plain = run(replace(call, norm_weight=None))[0].float()
+    y, post, comb = run(call)
+    assert_right((y, post, comb), call)
+    assert numerics.relative_error(y, mhc.normed(plain, call.norm_weight)) < 2.0**-6  # of two roundings
+    assert abs((y.float() / call.norm_weight.float()).square().mean() - 1) < 1e-2
+
+
+def test_terms_that_cancel_leave_what_their_gates_leave():
+    call = one(2)
+    call.x[:, 1:] = -call.x[:, :1] / 3  # with equal gates, next to nothing
+    call.hc_scale[:] = 0
+    call.hc_base[:4] = 0.25
+    y = run(call)[0]
+    assert y.double().abs().max() < 2.0**-7 * _summands(call).max()
+    assert_right((y, *run(call)[1:]), call)
 
 
 def test_extreme_mixes_saturate():
@@ -93,7 +128,7 @@ def test_a_quiet_row_is_normalised_by_its_own_mean_square():
     call = one(3)
     call.x[1] *= 1e-3
     call.x[2] = 0
-    assert_right(run(call), mhc.reference(call))
+    assert_right(run(call), call)
 
 
 def test_rows_may_be_strided_and_do_not_depend_on_each_other():
@@ -118,12 +153,14 @@ def test_bitwise_the_same_in_every_run(config):
 def test_bf16_weights_are_taken_as_they_are():
     call = one()
     call.hc_fn = call.hc_fn.bfloat16()
-    assert_right(run(call), mhc.reference(call))
+    for config in CONFIGS:
+        assert_right(run(call, config=config), call)
 
 
+@pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("impl", ["torch", "split_k", "split_k_bf16"])
-def test_implementations_are_as_exact_as_they_say(impl):
-    call = one(4)
+def test_implementations_are_as_exact_as_they_say(impl, norm):
+    call = one(4, norm=norm)
     expected = mhc.reference(call)
     errors = [numerics.relative_error(*each) for each in zip(mhc.prepare(impl, call)(), expected, strict=True)]
     assert (max(errors[1:]) < EXACT) == (impl != "split_k_bf16") and max(errors) < 5e-3
@@ -131,8 +168,9 @@ def test_implementations_are_as_exact_as_they_say(impl):
         mhc.prepare("fast", call)
 
 
-def test_the_verdict_is_that_on_the_worst_output():
-    call = one(8)
+@pytest.mark.parametrize("norm", [False, True])
+def test_the_verdict_is_that_on_the_worst_output(norm):
+    call = one(8, norm=norm)
     expected, usual = mhc.reference(call), mhc.baseline(call)
     right = mhc.prepare("torch", call)()
     assert mhc.judge(call, right, expected, usual).passed
@@ -154,6 +192,9 @@ BAD = {
     r"hc_fn must be contiguous float32 \[24, 1024\]": lambda c: replace(c, hc_fn=c.hc_fn[:20]),
     r"hc_scale must be contiguous float32 \[3\]": lambda c: replace(c, hc_scale=c.hc_scale.half()),
     r"hc_base must be contiguous float32 \[24\]": lambda c: replace(c, hc_base=c.hc_base[:3]),
+    r"norm_weight must be contiguous bfloat16 or float32 \[256\].*\[4, 256\]": lambda c: replace(c, norm_weight=c.x[0]),
+    "norm_weight must be .* got torch.float64": lambda c: replace(c, norm_weight=c.x[0, 0].double()),
+    "norm_weight must be .* from a multiple of 16 bytes": lambda c: replace(c, norm_weight=c.x.flatten()[1:257]),
 }
 
 
@@ -175,6 +216,12 @@ def test_bad_options_are_named():
             mhc.hc_pre(**vars(call), **options)
 
 
+@pytest.mark.parametrize("rows", [0, 3, 32])
+def test_a_program_splits_whole_tiles(rows):
+    with pytest.raises(ValueError, match=f"rows must divide the 16 of a tile of sums, got {rows}"):
+        Config(Split(16, 32, 128, 128, 4), 4, True, rows)
+
+
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_120", "sm_121"])
 def test_every_architecture_has_a_config(arch):
     assert all(line.startswith("split_k, ") for line in mhc.describe(arch))
@@ -185,9 +232,9 @@ def test_every_architecture_has_a_config(arch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", mhc.CANDIDATES)
 def test_every_candidate_config_is_right(name):
-    for M in (1, 33):
-        call = one(M, 4096)
-        assert_right(mhc.prepare(name, call)(), mhc.reference(call))
+    for M, norm in ((1, False), (33, True), (150, True)):
+        call = one(M, 4096, norm=norm)
+        assert_right(mhc.prepare(name, call)(), call)
 
 
 @pytest.mark.gpu
@@ -195,28 +242,34 @@ def test_a_warm_up_covers_every_number_of_rows():
     mhc.warm_up()
     with frozen():
         for M in (1, 3, 16, 40, 128, 300):
-            call = one(M, 4096)
-            assert_right(mhc.hc_pre(**vars(call)), mhc.reference(call))
+            for norm in (False, True):
+                call = one(M, 4096, norm=norm)
+                assert_right(mhc.hc_pre(**vars(call)), call)
+                assert_right(mhc.prepare("split_k", call)(), call)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", [None, Config(Split(16, 32, 256, 256, 8), 512, False)])
-def test_a_captured_graph_replays_new_values_bitwise(config):
-    call = one(33, 4096)
-    mhc.hc_pre(**vars(call), config=config)
+@pytest.mark.parametrize("ready", [False, True])
+@pytest.mark.parametrize("config", [None, Config(Split(16, 32, 256, 256, 8), 8, False)])
+def test_a_captured_graph_replays_new_values_bitwise(config, ready):
+    """Written inside the graph, right in front of the call: what is launched early waits for it."""
+    call = one(33, 4096, norm=True)
+    new = call.x.clone()
+    mhc.hc_pre(**vars(call), config=config, weights_ready=ready)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = mhc.hc_pre(**vars(call), config=config)
+        call.x.copy_(new)
+        out = mhc.hc_pre(**vars(call), config=config, weights_ready=ready)
     for seed in range(20):
-        call.x.copy_(one(33, 4096, seed).x)
+        new.copy_(one(33, 4096, seed).x)
         graph.replay()
         assert all(map(numerics.bitwise_equal, out, mhc.hc_pre(**vars(call), config=config)))
-        assert_right(out, mhc.reference(call))
+        assert_right(out, call)
 
 
 @pytest.mark.gpu
 def test_it_is_two_launches(kernels_of):
     for M, first in ((1, "dot_kernel"), (32, "split_kernel")):
-        launch = mhc.prepare("split_k", one(M, 4096))
+        launch = mhc.prepare("split_k", one(M, 4096, norm=True))
         launch()
         assert kernels_of(launch) == sorted([first, "mix_kernel"])

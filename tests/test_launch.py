@@ -20,9 +20,9 @@ import threading
 import torch, triton, triton.language as tl
 from triton.runtime.driver import driver
 from dsv4lab.kernels.launch import ColdKernel, frozen, is_warm, launch, warm
-from dsv4lab.static import _NamedTarget
+from dsv4lab.static import NamedTarget
 
-driver.set_active(_NamedTarget("sm_90"))
+driver.set_active(NamedTarget("sm_90"))
 
 @triton.jit(do_not_specialize=["n"])
 def add(x, n, m, BLOCK: tl.constexpr):

@@ -44,3 +44,13 @@ def test_tensor_parallel(tp, heads):
 def test_tensor_parallel_refuses_what_does_not_divide(tp):
     with pytest.raises(ValueError, match=f"tp .* got {tp}$"):
         DSV4_FLASH.tensor_parallel(tp)
+
+
+def test_fp8_linears_shrink_with_the_ranks_where_they_are_shared():
+    whole, eighth = DSV4_FLASH.fp8_linears(1), DSV4_FLASH.fp8_linears(8)
+    assert whole["wq_b"] == (64 * 512, 1024) and eighth["wq_b"] == (8 * 512, 1024)
+    assert whole["wo_b"] == (4096, 8 * 1024) and eighth["wo_b"] == (4096, 1024)
+    assert whole["shared_gate_up"] == (4096, 4096) and eighth["shared_down"] == (4096, 256)
+    for replicated in ("wqkv_a", "index_wq_b", "mtp_proj"):
+        assert whole[replicated] == eighth[replicated]
+    assert all(side % 128 == 0 for shape in eighth.values() for side in shape)  # blocks of 128 x 128 share a scale

@@ -36,12 +36,13 @@ def sglang(monkeypatch):
         return tuple(part[:, None] for part in hc_pre.split(mixes[:, 0], hc_scale, hc_base, eps, sinkhorn_iters))
 
     def mhc_pre(
-        residual, fn, hc_scale, hc_base, rms_eps, hc_pre_eps, hc_sinkhorn_eps, hc_post_mult_value, sinkhorn_repeat
-    ):
+        residual, fn, hc_scale, hc_base, rms_eps, hc_pre_eps, hc_sinkhorn_eps, hc_post_mult_value, sinkhorn_repeat,
+        norm_weight=None, norm_eps=None,
+    ):  # fmt: skip
         assert (rms_eps, hc_pre_eps, hc_sinkhorn_eps, hc_post_mult_value, sinkhorn_repeat) == (1e-6, 1e-6, 1e-6, 2, 20)
-        assert os.environ["PREWARM"] == "False"
+        assert os.environ["PREWARM"] == "False" and norm_eps == (None if norm_weight is None else 1e-6)
         seen.gemm.append(os.environ["PRENORM"])
-        y, post, comb = hc_pre.composed(hc_pre.Inputs(residual, fn, hc_scale, hc_base), torch.float32)
+        y, post, comb = hc_pre.composed(hc_pre.Inputs(residual, fn, hc_scale, hc_base, norm_weight), torch.float32)
         return post[..., None], comb, y.bfloat16()
 
     environ, mhc = ModuleType("sglang.srt.environ"), ModuleType("sglang.srt.layers.mhc")
@@ -59,9 +60,14 @@ def sglang(monkeypatch):
     stock_mhc._closure.cache_clear()
 
 
+@pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("peer", HC_PEERS)
-def test_the_rivals_of_hc_pre_return_what_the_lab_does(peer, sglang):
-    (call,) = hc_pre.make_inputs(hc_pre.Case("test", 3, 256), device="cpu")
+def test_the_rivals_of_hc_pre_return_what_the_lab_does(peer, norm, sglang):
+    (call,) = hc_pre.make_inputs(hc_pre.Case("test", 3, 256, norm), device="cpu")
+    if norm and peer is stock_mhc:
+        with pytest.raises(ValueError, match="leaves the norm to another kernel"):
+            peer.prepare(call)
+        return
     found, expected = peer.prepare(call)(), hc_pre.reference(call)
     assert hc_pre.judge(call, found, expected, hc_pre.baseline(call)).passed
     assert [each.shape for each in found] == [each.shape for each in expected] and found[0].dtype == torch.bfloat16

@@ -164,26 +164,40 @@ def test_mhc_pre_is_sglangs_but_for_its_product(rows):
     assert weight.bf16.dtype == torch.bfloat16 and weight.dtype == torch.float32
 
 
+@pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("impl", ["split_k", "split_k_bf16"])
-def test_our_mhc_pre_is_called_as_sglang_calls_its_own(impl):
-    (call,) = hc_pre.make_inputs(hc_pre.Case("small", 3, 256), device="cpu")
+def test_our_mhc_pre_is_called_as_sglang_calls_its_own(impl, normed):
+    (call,) = hc_pre.make_inputs(hc_pre.Case("small", 3, 256, normed), device="cpu")
     call.hc_fn.requires_grad_()
     layer = types.SimpleNamespace(rms_norm_eps=1e-6, hc_mult=4, hc_sinkhorn_iters=20, hc_eps=1e-6)
+    norm = types.SimpleNamespace(weight=call.norm_weight, variance_epsilon=0.5) if normed else None
+    if normed:
+        norm.weight.requires_grad_()
     ours = adapters.mhc_pre(impl, lambda: pytest.fail("SGLang's sinkhorn"))
-    *found, fused = ours(None, layer, call.x, call.hc_fn, call.hc_scale, call.hc_base, norm=None)
-    assert fused is False and found[0].shape == (3, 256) and not found[0].requires_grad
-    for ours, expected in zip(found, hc_pre.reference(call), strict=True):
-        torch.testing.assert_close(ours.double(), expected.double(), rtol=3e-2, atol=3e-2)
+    arguments = None, layer, call.x, call.hc_fn, call.hc_scale, call.hc_base
+    *found, fused = ours(*arguments, norm=norm, forward_batch=None)
+    assert fused is normed and found[0].shape == (3, 256) and not found[0].requires_grad
+    for mine, expected in zip(found, hc_pre.composed(call, torch.float64, norm_eps=0.5), strict=True):
+        torch.testing.assert_close(mine.double(), expected.double(), rtol=3e-2, atol=3e-2)
+    for mine, same in zip(found, ours(*arguments, norm)[:3], strict=True):
+        assert torch.equal(mine, same)
+
+
+def test_weights_are_asked_for_early_but_not_while_they_are_cast(monkeypatch):
+    (call,) = hc_pre.make_inputs(hc_pre.Case("small", 1, 256), device="cpu")
+    layer = types.SimpleNamespace(rms_norm_eps=1e-6, hc_mult=4, hc_sinkhorn_iters=20, hc_eps=1e-6)
+    seen = []
+    monkeypatch.setattr(hc_pre, "hc_pre", lambda *_, weights_ready, **__: seen.append(weights_ready) or (0, 0, 0))
+    for impl in ("split_k", "split_k_bf16", "split_k_bf16"):
+        adapters.mhc_pre(impl, None)(None, layer, call.x, call.hc_fn, call.hc_scale, call.hc_base)
+    assert seen == [True, False, True]
 
 
 def test_an_empty_batch_goes_to_sglangs_own_mhc_pre():
-    original = lambda layer, x, *rest, **more: ("original", layer, more)  # noqa: E731
+    original = lambda layer, x, *rest, **more: ("original", layer, rest, more)  # noqa: E731
     ours = adapters.mhc_pre("split_k", lambda: pytest.fail("nothing to mix"))
-    assert ours(original, "layer", torch.empty(0, 4, 256), None, None, None, norm=1) == (
-        "original",
-        "layer",
-        {"norm": 1},
-    )
+    found = ours(original, "layer", torch.empty(0, 4, 256), None, None, None, norm=1, forward_batch=2)
+    assert found == ("original", "layer", (None, None, None, 1), {"forward_batch": 2})
 
 
 def test_a_counting_workspace_that_is_large_enough_is_used_again(monkeypatch):

@@ -9,10 +9,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from dsv4lab import tuned
 from dsv4lab.serving import arguments, bench, guard, launch, machine, presets, server_log, settings, synthetic
 from dsv4lab.serving.launch import Config, ServeError, Server
 from dsv4lab.serving.machine import Gpu
@@ -252,6 +254,18 @@ def test_what_is_given_counts_over_the_preset():
     assert json.loads(argv[argv.index("--json-model-override-args") + 1]) == {"num_hidden_layers": 4}
     assert config.hooks is setting
     assert Config(preset="synthetic", setting=settings.Setting()).hooks.active == {}
+
+
+def test_our_presets_take_the_tables_that_were_tuned_for_the_gpu(monkeypatch, tmp_path):
+    monkeypatch.setenv(tuned.VARIABLE, str(tmp_path))
+    ours, stage = Config(model="a/b", preset="rtx6000-8x"), Config(preset="indexer")
+    assert ours.with_tables("NVIDIA H200") is ours
+    tuned.write_sglang(tuned.gemm_path(tmp_path, "NVIDIA H200", 1536, 4096), {1: {}})
+    assert ours.with_tables("NVIDIA H200").hooks == replace(ours.hooks, tables="tuned")
+    assert ours.with_tables("NVIDIA H100") is ours
+    assert stage.with_tables("NVIDIA H200") is stage  # what is compared is what its name says
+    given = Config(model="a/b", preset="rtx6000-8x", setting=settings.parse("topk=triton"))
+    assert given.with_tables("NVIDIA H200") is given
 
 
 def test_several_nodes_are_sglangs_own():

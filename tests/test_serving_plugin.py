@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from dsv4lab import tuned
 from dsv4lab.kernels import hc_pre, mqa_logits, sparse_mla, topk
 from dsv4lab.serving import adapters, contracts, plugin, receipts, releases, settings
 
@@ -37,7 +38,10 @@ def test_a_setting_says_what_is_active():
     [
         ("attention", "'attention' must read name=value"),
         ("attention=", "'attention=' must read name=value"),
-        ("atention=mma", "there is no 'atention'; known: attention, indexer, topk, mhc, sm120_path, weights, version"),
+        (
+            "atention=mma",
+            "there is no 'atention'; known: attention, indexer, topk, mhc, sm120_path, weights, tables, version",
+        ),
         ("attention=flash", "attention must be one of stock, simt, mma, split_k, got 'flash'"),
         ("topk=triton,topk=stock", "topk is given twice"),
     ],
@@ -327,6 +331,47 @@ def test_random_weights_are_drawn_where_sglang_draws_its_dummy_ones(monkeypatch,
     assert receipts.missing(receipts.read(tmp_path), {"weights": "random"}, 1) == []
     sglang("0.5.13.post1")
     assert "sglang 0.5.13.post1 draws its weights after it has processed" in registered(monkeypatch, "weights=random")
+
+
+@pytest.fixture
+def tables(monkeypatch, tmp_path):
+    """The folder of tuned tables, with one for the GEMM; what the plugin does to the environment is undone."""
+    root = tmp_path / "tuned"
+    monkeypatch.setenv(tuned.VARIABLE, str(root))
+    monkeypatch.setenv(tuned.MOE_VARIABLE, "")
+    monkeypatch.delenv(tuned.MOE_VARIABLE)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    tuned.write_sglang(tuned.gemm_path(root, "NVIDIA H200", 1536, 4096), {32: {"BLOCK_SIZE_M": 16}, 1: {}})
+    return root
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_tuned_tables_go_before_sglangs_own(monkeypatch, sglang, tables, tmp_path, version):
+    sglang(version)
+    assert registered(monkeypatch, "tables=tuned") == ""
+    lookup = found(releases.RELEASES[version].tables.targets[0])
+    assert receipts.missing(receipts.read(tmp_path), {"tables": "tuned"}, 1)
+    assert lookup(1536, 4096, 128, 128) == {32: {"BLOCK_SIZE_M": 16}, 1: {}}
+    assert lookup(N=1536, K=1024, block_n=128, block_k=128) == lookup(1536, 4096, 64, 64) == "stock"
+    assert receipts.missing(receipts.read(tmp_path), {"tables": "tuned"}, 1) == []
+    assert tuned.MOE_VARIABLE not in os.environ  # it would hide SGLang's own tables, for none of ours
+
+
+def test_sglang_is_led_to_tuned_moe_tables(monkeypatch, sglang, tables):
+    sglang("0.5.14")
+    tuned.write_sglang(tuned.moe_path(tables, "NVIDIA H200", "3.6.0", 256, 256), {1: {}})
+    assert registered(monkeypatch, "tables=tuned") == ""
+    assert os.environ[tuned.MOE_VARIABLE] == str(tables / "sglang")
+    monkeypatch.setenv(tuned.MOE_VARIABLE, "elsewhere")
+    assert "and the environment sets it to elsewhere" in registered(monkeypatch, "tables=tuned")
+
+
+def test_tables_that_are_not_there_end_the_process(monkeypatch, sglang, tables):
+    sglang("0.5.14")
+    monkeypatch.setenv(tuned.VARIABLE, str(tables / "none"))
+    assert "tables=tuned finds none in" in registered(monkeypatch, "tables=tuned")
+    monkeypatch.setenv(tuned.VARIABLE, "")
+    assert "DSV4LAB_TUNED is empty" in registered(monkeypatch, "tables=tuned")
 
 
 def test_the_forced_path_is_proven_by_the_stock_attention_being_called(monkeypatch, sglang, tmp_path):

@@ -7,6 +7,7 @@ import inspect
 import re
 import sys
 import types
+from functools import partial
 
 import pytest
 
@@ -14,11 +15,13 @@ if importlib.util.find_spec("sglang") is None:
     pytest.skip("sglang is not installed", allow_module_level=True)
 
 import torch
+import triton
 
-from dsv4lab import numerics
+from dsv4lab import numerics, tuned, verdict
 from dsv4lab.kernels import mqa_logits, sparse_mla
 from dsv4lab.serving import arguments, plugin, presets, releases, settings
 from dsv4lab.serving.launch import Config
+from dsv4lab.tune import candidates, fp8_gemm, moe
 
 
 def stub(name: str, **attributes) -> None:
@@ -92,6 +95,41 @@ def test_logits_and_selection_agree_with_sglangs_torch_path(hooked):
     seen = torch.arange(expected.shape[1]) < lens
     assert numerics.relative_error(ours[seen], expected[seen].double()) < 1e-2  # later releases multiply in bf16
     assert numerics.selection_overlap(outs[1], outs[0]).min() > 0.97
+
+
+def test_sglang_reads_the_tables_as_they_are_written(hooked, monkeypatch, tmp_path):
+    from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe_triton_config as moe
+
+    gemm = sys.modules[plugin._resolve(hooked.tables.targets[0]).__module__]
+    table = {32: {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_K": 128}, 1: {"BLOCK_SIZE_M": 64, "BLOCK_SIZE_K": 64}}
+    for module in (gemm, moe):
+        monkeypatch.setattr(module, "get_device_name", lambda *_: "NVIDIA H200")
+    path = tuned.write_sglang(tuned.gemm_path(tmp_path, "NVIDIA H200", 1536, 4096), table)
+    monkeypatch.setattr(gemm, "__file__", str(path.parents[1] / "fp8_kernel.py"))  # its tables lie beside it
+    monkeypatch.setattr(gemm, "_is_cuda", True)
+    assert inspect.unwrap(gemm.get_w8a8_block_fp8_configs)(1536, 4096, 128, 128) == table
+    for down in (False, True):
+        tuned.write_sglang(tuned.moe_path(tmp_path, "NVIDIA H200", triton.__version__, 256, 256, down=down), table)
+    monkeypatch.setenv(tuned.MOE_VARIABLE, str(tuned.sglang_folder(tmp_path)))
+    monkeypatch.setattr(moe, "get_global_server_args", lambda: types.SimpleNamespace(enable_deterministic_inference=0))
+    shapes = (256, 512, 4096), (256, 4096, 256)
+    config, (for_down, _) = moe.try_get_optimal_moe_config(
+        *shapes, 6, "fp8_w8a8", 20, block_shape=[128, 128], return_down_config=True
+    )
+    assert config == for_down == table[32]
+
+
+@pytest.mark.parametrize("parts", [(16, 64, 128, 1, 4, 4), (64, 32, 64, 8, 4, 4), (32, 256, 128, 1, 8, 3)])
+def test_the_kernels_of_sglang_are_right_as_they_are_tuned(hooked, parts):
+    tile = candidates.tile(*parts)
+    (call,) = fp8_gemm.make_inputs(fp8_gemm.Case("", 70, 256, 384), device="cpu")
+    products = [moe.make_inputs(moe.Case(p, 9, 128, E=6, topk=3, hidden=256), device="cpu")[0] for p in ("up", "down")]
+    for module, inputs in ((fp8_gemm, call), *((moe, product) for product in products)):
+        right = module.reference(inputs), module.baseline(inputs)
+        assert verdict.verdict(module, partial(module.prepare, tile), inputs, *right)["error"] < 5e-3
+    right = fp8_gemm.reference(call), fp8_gemm.baseline(call)
+    with pytest.raises(verdict.CheckFailed):  # two scales in one step, which the kernel does not have
+        verdict.verdict(fp8_gemm, partial(fp8_gemm.prepare, tile | {"BLOCK_SIZE_K": 256}), call, *right)
 
 
 @pytest.mark.parametrize("name", presets.PRESETS | presets.STAGES)

@@ -13,6 +13,7 @@ CONFIGS = [
     Dot(128, 4),
     *(Split(16, 32, 64, 128, 4, combine) for combine in ("last", "launch", "pdl")),
     Split(32, 16, 128, 128, 2, "last"),
+    Split(16, 32, 64, 128, 4, "launch", whole=True),
 ]
 
 

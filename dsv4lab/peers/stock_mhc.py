@@ -1,7 +1,8 @@
 """SGLang's sm_120 path of MHC-pre: a compiled FP32 closure, its TileLang kernel for the split, an eager weighted sum.
 
 The closure is a local function of `DeepseekV4DecoderLayer.hc_pre`, which SGLang compiles while it captures a graph:
-`hc_pre.mixes` of the lab says the same, and is compiled here. The split is SGLang's own `hc_split_sinkhorn`.
+`hc_pre.mixes` of the lab says the same, and is compiled here. The split is SGLang's own `hc_split_sinkhorn`. The norm
+that follows is a launch of another module there: calls with one are not taken.
 """
 
 import functools
@@ -45,9 +46,11 @@ def _closure() -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
 
 
 def prepare(inputs: Any) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:
-    """A launch that returns (y, post, comb)."""
+    """A launch that returns (y, post, comb). ValueError for a call with a norm."""
     from sglang.srt.layers.mhc import hc_split_sinkhorn
 
+    if inputs.norm_weight is not None:
+        raise ValueError("stock_mhc leaves the norm to another kernel, got norm_weight")
     closure, x, iters = _closure(), inputs.x, DSV4_FLASH.hc_sinkhorn_iters
 
     def launch() -> tuple[Tensor, Tensor, Tensor]:

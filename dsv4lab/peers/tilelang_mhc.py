@@ -23,9 +23,10 @@ def prepare_with(deepgemm: bool, inputs: Any) -> Callable[[], tuple[Tensor, Tens
 
     if inputs.hc_fn.dtype != torch.float32:
         raise ValueError(f"mhc_pre takes hc_fn in float32, got {inputs.hc_fn.dtype}")
+    norm = {} if inputs.norm_weight is None else {"norm_weight": inputs.norm_weight, "norm_eps": EPS}
     call = functools.partial(
         mhc_pre, inputs.x, inputs.hc_fn, inputs.hc_scale, inputs.hc_base, rms_eps=EPS, hc_pre_eps=EPS,
-        hc_sinkhorn_eps=EPS, hc_post_mult_value=2.0, sinkhorn_repeat=DSV4_FLASH.hc_sinkhorn_iters,
+        hc_sinkhorn_eps=EPS, hc_post_mult_value=2.0, sinkhorn_repeat=DSV4_FLASH.hc_sinkhorn_iters, **norm,
     )  # fmt: skip
 
     def launch() -> tuple[Tensor, Tensor, Tensor]:

@@ -3,17 +3,21 @@
 Everything that couples serving to a kernel module stands here.
 """
 
+import functools
+import json
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dsv4lab import tuned
 from dsv4lab.kernels import hc_pre as kernel
 from dsv4lab.kernels import mqa_logits, sparse_mla, topk
 from dsv4lab.kernels.launch import target
-from dsv4lab.kernels.sparse_mla.plans import buckets
+from dsv4lab.kernels.sparse_mla.plans import in_use
 from dsv4lab.model import DSV4_FLASH
 
 MOST_ROWS = 256
@@ -45,7 +49,7 @@ def own_heads(heads: int, rank: Callable[[], int] | None = None) -> slice:
 
 def workspace_numel(arch: str, sms: int) -> int:
     """fp32 elements that hold the partial results of any call: a plan splits no further than fills the GPU once."""
-    fullest = max(bucket.config.blocks_per_sm * bucket.config.block_h for bucket in buckets(arch))
+    fullest = max(bucket.config.blocks_per_sm * bucket.config.block_h for bucket in in_use(arch))
     return fullest * sms * (DSV4_FLASH.head_dim + 1)
 
 
@@ -76,6 +80,22 @@ def warm_up(asked: dict[str, str]) -> Callable:
             kernel.warm_up(device, weights=torch.bfloat16 if impl == "split_k_bf16" else torch.float32)
 
     return init
+
+
+def gemm_configs(root: Path, gpu: Callable[[], str]) -> Callable:
+    """Around SGLang's lookup of a block-FP8 weight's configs: the tuned table of `root` for this GPU, if it has one."""
+
+    @functools.cache
+    def tuned_configs(n: int, k: int, shape: tuple[int, int]) -> dict[int, dict] | None:
+        path = tuned.gemm_path(root, gpu(), n, k)
+        if shape != tuned.BLOCK_SHAPE or not path.is_file():
+            return None
+        return {int(rows): config for rows, config in json.loads(path.read_text(encoding="utf-8")).items()}
+
+    def configs(original: Callable, N: int, K: int, block_n: int, block_k: int) -> dict[int, dict] | None:
+        return tuned_configs(N, K, (block_n, block_k)) or original(N, K, block_n, block_k)
+
+    return configs
 
 
 def attention(impl: str, rank: Callable[[], int] | None = None) -> Callable:
@@ -165,21 +185,29 @@ def _counting_workspace(rows: int, ints: int, device: torch.device) -> Tensor | 
 def mhc_pre(impl: str, sinkhorn: Callable[[], Callable]) -> Callable:
     """Around `DeepseekV4DecoderLayer.hc_pre`: our kernel, or ("bf16") PyTorch with the linear in bf16, summed in fp32.
 
-    sinkhorn: brings SGLang's own `hc_split_sinkhorn`, to which "bf16" leaves the mixing weights.
+    Where SGLang hands over the RMSNorm that comes next, as every release does where its own kernel takes it along, so
+    does ours, with the same weight and epsilon; the fourth result says whether y is normalised already. "bf16" never
+    does: SGLang then launches its norm. sinkhorn: brings its own `hc_split_sinkhorn`, to which "bf16" leaves the mixing
+    weights.
     """
 
     def hc_pre(
-        original: Callable, layer: Any, x: Tensor, hc_fn: Tensor, hc_scale: Tensor, hc_base: Tensor, *rest, **more
-    ) -> tuple[Tensor, Tensor, Tensor, bool]:
+        original: Callable, layer: Any, x: Tensor, hc_fn: Tensor, hc_scale: Tensor, hc_base: Tensor,
+        norm: Any = None, *rest, **more,
+    ) -> tuple[Tensor, Tensor, Tensor, bool]:  # fmt: skip
         if not x.shape[0]:
-            return original(layer, x, hc_fn, hc_scale, hc_base, *rest, **more)
+            return original(layer, x, hc_fn, hc_scale, hc_base, norm, *rest, **more)
         if impl != "bf16":
+            ready = impl == "split_k" or hasattr(hc_fn, "bf16")  # else its cast is what is launched in front
             weight = _bf16(hc_fn) if impl == "split_k_bf16" else hc_fn.detach()
             numbers = dict(rms_eps=layer.rms_norm_eps, hc_eps=layer.hc_eps, sinkhorn_iters=layer.hc_sinkhorn_iters)
-            return *kernel.hc_pre(x, weight, hc_scale.detach(), hc_base.detach(), **numbers), False
+            if norm is not None:
+                numbers |= dict(norm_weight=norm.weight.detach(), norm_eps=norm.variance_epsilon)
+            found = kernel.hc_pre(x, weight, hc_scale.detach(), hc_base.detach(), **numbers, weights_ready=ready)
+            return *found, norm is not None
         flat = x.flatten(1)
-        norm = torch.linalg.vector_norm(flat, dim=1, keepdim=True, dtype=torch.float32)
-        rms = torch.rsqrt(norm.square() / flat.shape[1] + layer.rms_norm_eps)
+        length = torch.linalg.vector_norm(flat, dim=1, keepdim=True, dtype=torch.float32)
+        rms = torch.rsqrt(length.square() / flat.shape[1] + layer.rms_norm_eps)
         mixes = (_fp32_product(flat, _bf16(hc_fn)) * rms).unsqueeze(1)
         pre, post, comb = sinkhorn()(mixes, hc_scale, hc_base, layer.hc_mult, layer.hc_sinkhorn_iters, layer.hc_eps)
         y = (pre.squeeze(1).unsqueeze(-1) * x).sum(1)

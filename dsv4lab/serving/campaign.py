@@ -44,6 +44,8 @@ class Leg:
 LEGS = {
     "indexer": Leg((1, 16, 32, 64), eager=True),
     "native": Leg((1, 16, 32, 64)),
+    "indexer_tuned": Leg((1, 16, 32, 64)),
+    "native_tuned": Leg((1, 16, 32, 64)),
     "stock": Leg(eager=True),
     "indexer_ctx8192": Leg(),
     "split_k": Leg(),

@@ -50,7 +50,8 @@ def snapshot(wheel: Path) -> dict:
     """
     version, sources = read_wheel(wheel)
     release = releases.find(version)
-    hooks = [h for h in (release.attention, release.indexer, release.topk, release.mhc, release.weights) if h]
+    hooks = [release.attention, release.indexer, release.topk, release.mhc, release.tables]
+    hooks += [release.weights] if release.weights else []
     targets = [target for hook in hooks for target in hook.targets]
     targets += [release.layer_forward, release.backend_init]
     variables = {variable for hook in hooks for variable in hook.environment}

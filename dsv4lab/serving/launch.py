@@ -15,13 +15,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from dsv4lab import __version__
+from dsv4lab import __version__, tuned
 from dsv4lab.files import write_atomically
 from dsv4lab.serving import arguments, guard, http, machine, presets, receipts, server_log, settings, synthetic
 from dsv4lab.serving.presets import Preset
@@ -83,6 +83,11 @@ class Config:
             )
         if self.nnodes > 1 and not self.dist_init_addr:
             raise ValueError(f"dist_init_addr must be given for {self.nnodes} nodes")
+
+    def with_tables(self, gpu: str) -> Self:
+        """The same with tables=tuned, where the preset is in effect and takes such tables as there are for `gpu`."""
+        wanted = self.setting is None and self.from_preset.take_tuned and tuned.sglang_tables(tuned.folder(), gpu)
+        return replace(self, setting=replace(self.hooks, tables="tuned")) if wanted else self
 
     @property
     def from_preset(self) -> Preset:

@@ -14,6 +14,7 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import Any
 
+from dsv4lab import tuned
 from dsv4lab.serving import contracts, receipts, releases, settings
 from dsv4lab.serving.guard import one_line
 from dsv4lab.serving.releases import Hook, Release
@@ -51,6 +52,8 @@ def install(setting: Setting, installed: str) -> None:
         )
     if setting.weights != settings.STOCK and release.weights is None:
         raise ValueError(f"weights={setting.weights}: sglang {installed} draws its weights after it has processed them")
+    if setting.tables != settings.STOCK:
+        _lead_to_tables()
     snapshot = contracts.read(setting.version or installed)
     hooked = [release.sm120_path.targets[0]] if setting.sm120_path != settings.STOCK else []
     for name, hook in _asked(setting, release):
@@ -103,6 +106,23 @@ def _replacements(setting: Setting, release: Release, installed: str) -> Iterato
         from dsv4lab.serving import weights
 
         yield release.weights.targets[0], _proven("weights", setting.weights, installed, weights.fill), False
+    if setting.tables != settings.STOCK:
+        device_name = lambda: import_module("torch").cuda.get_device_name()  # noqa: E731
+        ours = adapters.gemm_configs(tuned.required(), device_name)
+        yield release.tables.targets[0], _proven("tables", setting.tables, installed, ours), True
+
+
+def _lead_to_tables() -> None:
+    """Points SGLang's MoE to the tuned tables, if there are some for it. ValueError if there are none at all."""
+    root = tuned.required()
+    if not tuned.sglang_tables(root):
+        raise ValueError(f"tables=tuned finds none in {tuned.sglang_folder(root)}: dsv4lab tune fp8-gemm moe")
+    if tuned.has_moe(root):
+        wanted = str(tuned.sglang_folder(root))
+        if (given := os.environ.setdefault(tuned.MOE_VARIABLE, wanted)) != wanted:
+            raise ValueError(
+                f"tables=tuned needs {tuned.MOE_VARIABLE}={wanted}, and the environment sets it to {given}"
+            )
 
 
 def _select_path(name: str, impl: str, hook: Hook) -> None:

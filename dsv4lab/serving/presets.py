@@ -14,7 +14,8 @@ _STOCK = Setting()
 class Preset:
     """`about` says what for; `arch` and `gpus` what it needs. flags: SGLang's own, overridden by the user's.
 
-    layers: of a synthetic model with the true dimensions and dummy weights; 0 for a model there is.
+    layers: of a synthetic model with the true dimensions and dummy weights; 0 for a model there is. take_tuned: with
+    tables=tuned where there are such tables for the GPU.
     """
 
     about: str
@@ -25,6 +26,7 @@ class Preset:
     flags: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
     layers: int = 0
+    take_tuned: bool = False
 
 
 _BLACKWELL = ("--moe-runner-backend", "marlin", "--fp8-gemm-backend", "triton")
@@ -47,18 +49,18 @@ _NO_DEEPGEMM = {"SGLANG_ENABLE_JIT_DEEPGEMM": "0"}
 PRESETS = {
     "rtx6000-8x": Preset(
         "Eight RTX PRO 6000 Blackwell on PCIe, the campaign's machine: all our kernels, uncapped context.",
-        _OURS, arch="sm_120", gpus=8, context_length=1_048_576, flags=_BLACKWELL,
+        _OURS, arch="sm_120", gpus=8, context_length=1_048_576, flags=_BLACKWELL, take_tuned=True,
     ),
     "rtx6000-2x": Preset(
         "Two RTX PRO 6000 Blackwell: all our kernels, a context that leaves room beside the weights.",
-        _OURS, arch="sm_120", gpus=2, context_length=131_072, flags=_BLACKWELL,
+        _OURS, arch="sm_120", gpus=2, context_length=131_072, flags=_BLACKWELL, take_tuned=True,
     ),
     "single": Preset("One GPU of any kind that SGLang serves on, with SGLang's own choices and no hook."),
     "h200": Preset("One H200 through SGLang's own Hopper path, no hook: the mark to beat.", arch="sm_90"),
     "synthetic": Preset(
         "Six layers of the true dimensions with dummy weights, all our kernels, on any one GPU: nothing is downloaded.",
         Setting(**_ALL, sm120_path=_FORCED), context_length=1_048_576,
-        flags=_SYNTHETIC + _TRITON_GEMM, environment=_FP8_EXPERTS | _NO_DEEPGEMM, layers=6,
+        flags=_SYNTHETIC + _TRITON_GEMM, environment=_FP8_EXPERTS | _NO_DEEPGEMM, layers=6, take_tuned=True,
     ),
 }  # fmt: skip
 
@@ -103,10 +105,18 @@ STAGES = {
     "indexer_stock_mhc": _stage(
         "The same uncapped, with SGLang's own MHC-pre: what ours is worth.", _on_path(**_ALL | {"mhc": "stock"})
     ),
+    "indexer_tuned": _stage(
+        "All fixes with tuned tables for SGLang's FP8 GEMM and MoE.", _on_path(**_ALL, tables="tuned")
+    ),
     "native": Preset(
         "SGLang's own path for this GPU, with the GEMM and MoE backends of the stages.",
         context_length=1_048_576, flags=_SYNTHETIC + _TRITON_GEMM, environment=_FP8_EXPERTS | _DEEPGEMM_AS_NEEDED,
         layers=6,
+    ),
+    "native_tuned": Preset(
+        "SGLang's own path for this GPU with the same tuned tables.",
+        Setting(tables="tuned"), context_length=1_048_576, flags=_SYNTHETIC + _TRITON_GEMM,
+        environment=_FP8_EXPERTS | _DEEPGEMM_AS_NEEDED, layers=6,
     ),
     "native_auto": Preset(
         "SGLang's own path and choices throughout.",

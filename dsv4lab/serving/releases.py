@@ -27,7 +27,8 @@ class Hook:
 class Release:
     """One SGLang release. rank_function: a padded call carries a rank's heads at their place among all, which this
     function's rank tells; "" where they come first. sinkhorn: what MHC-pre leaves its mixing weights to. weights: what
-    draws dummy weights before they are processed; None where that comes after.
+    draws dummy weights before they are processed; None where that comes after. tables: what finds the tuned configs of
+    a block-FP8 weight.
     """
 
     attention: Hook
@@ -38,6 +39,7 @@ class Release:
     sinkhorn: str = "srt.layers.mhc.hc_split_sinkhorn"
     sm120_path: Hook = Hook(("srt.utils.common.is_sm120_supported",))
     weights: Hook | None = Hook(("srt.model_loader.weight_utils.initialize_dummy_weights",))
+    tables: Hook = Hook(("srt.layers.quantization.fp8_kernel.get_w8a8_block_fp8_configs",))
     layer_forward: str = "srt.layers.attention.deepseek_v4_backend.DeepseekV4AttnBackend.forward"
     """The method through which every attention call passes, with the layer that knows how many heads are the rank's."""
 
@@ -68,6 +70,7 @@ RELEASES = {
         ),
         topk=_OLD["topk"],
         sinkhorn=_MOVED_SINKHORN,
+        tables=Hook(("kernels.ops.quantization.fp8_kernel.get_w8a8_block_fp8_configs",)),
     ),
     "0.5.23": Release(
         _OPS,
@@ -75,6 +78,7 @@ RELEASES = {
         topk=Hook(("kernels.ops.attention.dsv4.topk.topk_transform_paged",), _TOPK_V1),
         mhc=Hook(("srt.models.deepseek_v4.DeepseekV4DecoderLayerBase.hc_pre",)),
         sinkhorn=_MOVED_SINKHORN,
+        tables=Hook(("kernels.ops.gemm.fp8_kernel.get_w8a8_block_fp8_configs",)),
     ),
 }
 

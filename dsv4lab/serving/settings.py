@@ -11,6 +11,7 @@ CHOICES = {
     "mhc": (STOCK, "bf16", "split_k", "split_k_bf16"),
     "sm120_path": (STOCK, "forced"),
     "weights": (STOCK, "random"),
+    "tables": (STOCK, "tuned"),
 }
 
 
@@ -19,7 +20,8 @@ class Setting:
     """One of `CHOICES` for each hook; `version`: the SGLang release to treat an unknown one as.
 
     sm120_path "forced": SGLang takes the code path of sm_120 on whatever GPU there is. weights "random": in place of
-    SGLang's dummy weights, such as give an answer something to depend on.
+    SGLang's dummy weights, such as give an answer something to depend on. tables "tuned": SGLang's Triton FP8 GEMM and
+    MoE take their configs from what `dsv4lab tune` wrote for this GPU.
     """
 
     attention: str = STOCK
@@ -28,6 +30,7 @@ class Setting:
     mhc: str = STOCK
     sm120_path: str = STOCK
     weights: str = STOCK
+    tables: str = STOCK
     version: str = ""
 
     def __post_init__(self):

@@ -5,20 +5,22 @@ For each token, x [4, hidden] in bf16 and 24 = 4 + 4 + 16 learnt rows of weights
     mix  = (hc_fn . x) / sqrt(mean(x^2) + rms_eps), its three parts each times hc_scale[part], plus hc_base
     pre  = sigmoid(mix[0:4]) + hc_eps            post = 2 * sigmoid(mix[4:8])
     comb = softmax over rows of mix[8:24] as 4 x 4, + hc_eps; then rows and columns in turn over their sums + hc_eps
-    y    = sum over the streams j of pre[j] * x[j], in bf16
+    y    = sum over the streams j of pre[j] * x[j]; with norm_weight, y / sqrt(mean(y^2) + norm_eps) * norm_weight; bf16
 
 This is `DeepseekV4DecoderLayer.hc_pre` of SGLang 0.5.14, run before attention and before the experts of each of 43
-layers; on sm_120 it casts x to fp32, multiplies in FP32 without tensor cores, and launches some eight kernels. Here
-one kernel takes the products with all 24 rows and the sum of squares in one pass over x (`skinny_gemm`'s), the other
-ends a row's sums and reads x again, from L2. fp32 weights count with 16 of their 24 bits, sums are fp32. Deterministic:
-bitwise the same in every run.
+layers; on sm_120 it casts x to fp32, multiplies in FP32 without tensor cores, and launches some eight kernels, the
+RMSNorm that follows not counted. Here one kernel takes the products with all 24 rows and the sum of squares in one pass
+over x (`skinny_gemm`'s), the other ends a row's sums, reads x again, from L2, and normalises y before it is rounded.
+fp32 weights count with 16 of their 24 bits, sums are fp32. Deterministic: bitwise the same in every run.
 
 Implementations: `split_k`, ours on fp32 weights; `split_k_bf16`, ours on weights cast to bf16 once; `torch`: the
 composition that SGLang forces, in eager PyTorch. Its split of the mix is a hundred small launches, which SGLang has in
 one TileLang kernel: the peer `stock_mhc` is the mark, not `torch`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from itertools import product
 
 import torch
 import triton
@@ -40,6 +42,7 @@ from dsv4lab.kernels.hc_pre.cases import (
     judge,
     make_inputs,
     mixes,
+    normed,
     reference,
     rotated_bytes,
     split,
@@ -54,8 +57,8 @@ from dsv4lab.model import DSV4_FLASH
 
 __all__ = [
     "CANDIDATES", "CASES", "EPS", "EXPERIMENT", "IMPLEMENTATIONS", "TABLE", "Case", "Config", "Dot", "Inputs", "Split",
-    "baseline", "composed", "config", "describe", "hc_pre", "judge", "launches", "make_inputs", "mixes", "notes",
-    "prepare", "reference", "rotated_bytes", "split", "static_launches", "warm_up", "work", "workspace_numel",
+    "baseline", "composed", "config", "describe", "hc_pre", "judge", "launches", "make_inputs", "mixes", "normed",
+    "notes", "prepare", "reference", "rotated_bytes", "split", "static_launches", "warm_up", "work", "workspace_numel",
 ]  # fmt: skip
 
 IMPLEMENTATIONS = ("torch", "split_k", "split_k_bf16")
@@ -63,11 +66,6 @@ CANDIDATES = {f"split_k_{c.name}": ("split_k", c) for c in SWEEP}
 
 _WIDTH = 32
 """Columns of a row of sums: 24, the sum of squares, padding."""
-
-
-def _tile(config: Config) -> int:
-    """Rows of a tile of sums."""
-    return config.sums.block_m if isinstance(config.sums, Split) else 1
 
 
 def workspace_numel(M: int, hidden: int, config: Config) -> int:
@@ -79,22 +77,26 @@ def workspace_numel(M: int, hidden: int, config: Config) -> int:
 
 def launches(
     call: Inputs, y: Tensor, post: Tensor, comb: Tensor, workspace: Tensor, *, rms_eps: float, hc_eps: float,
-    iters: int, config: Config,
+    norm_eps: float, iters: int, weights_ready: bool, config: Config,
 ) -> list[tuple]:  # fmt: skip
     """[(kernel, grid, arguments)] of one call, in order; nothing is launched."""
     M, _, hidden = call.x.shape
     K, sums, pdl = HC * hidden, config.sums, config.pdl and not INTERPRETED
     splits = sums.splits(K) if isinstance(sums, Split) else 1
     ending = dict(out=workspace, out_stride=_WIDTH, scale=1.0, bias=workspace, HAS_BIAS=False)
-    first = first_launch(call.x.flatten(1), call.hc_fn, workspace, None, ending, sums, squares=True, pdl=pdl)
-    block = min(config.block_h, hidden & -hidden)
+    first = first_launch(
+        call.x.flatten(1), call.hc_fn, workspace, None, ending, sums, squares=True, pdl=pdl, ahead=pdl and weights_ready
+    )
+    norm, weight = call.norm_weight is not None, call.norm_weight
     mix = dict(
         x=call.x, x_stride8=(call.x.stride(0) if M > 1 else K) // 8, partials=workspace, splits=splits,
-        scale=call.hc_scale, base=call.hc_base, y=y, post=post, comb=comb, rms_eps=rms_eps, hc_eps=hc_eps,
-        HIDDEN=hidden, ITERS=iters, BLOCK_H=block, BLOCK_S=triton.next_power_of_2(splits), BLOCK_M=_tile(config),
-        PDL=pdl, num_warps=max(block // 256, 1), **early(pdl),
+        scale=call.hc_scale, base=call.hc_base, weight=weight if norm else y, y=y, post=post, comb=comb, M=M,
+        rms_eps=rms_eps, hc_eps=hc_eps, norm_eps=norm_eps, HIDDEN=hidden, ITERS=iters,
+        BLOCK_H=triton.next_power_of_2(hidden), BLOCK_S=triton.next_power_of_2(splits),
+        BLOCK_M=sums.block_m if isinstance(sums, Split) else 1, ROWS=config.rows, NORM=norm, PDL=pdl,
+        APPROXIMATE=not INTERPRETED, num_warps=config.warps, **early(pdl),
     )  # fmt: skip
-    return [first, (mix_kernel, (M, 1 + hidden // block), mix)]
+    return [first, (mix_kernel, (-(-M // config.rows) + M,), mix)]
 
 
 def hc_pre(
@@ -103,29 +105,34 @@ def hc_pre(
     hc_scale: Tensor,
     hc_base: Tensor,
     *,
+    norm_weight: Tensor | None = None,
     rms_eps: float = EPS,
     hc_eps: float = EPS,
+    norm_eps: float = EPS,
     sinkhorn_iters: int = DSV4_FLASH.hc_sinkhorn_iters,
+    weights_ready: bool = False,
     out: Outputs | None = None,
     workspace: Tensor | None = None,
     config: Config | None = None,
 ) -> Outputs:
     """(y [M, hidden] bf16, post [M, 4] fp32, comb [M, 4, 4] fp32); see the module for the formula.
 
-    The first four arguments are those of SGLang's method, in its order; its fourth result, whether y is already
-    normalised, is False here: `lambda layer, x, fn, scale, base, norm=None, forward_batch=None: (*hc_pre(x, fn, scale,
-    base, rms_eps=layer.rms_norm_eps, hc_eps=layer.hc_eps, sinkhorn_iters=layer.hc_sinkhorn_iters), False)` replaces it.
+    The first four arguments are those of SGLang's method, in its order; norm_weight and norm_eps are `weight` and
+    `variance_epsilon` of its `norm`, and its fourth result says whether there was one (`serving.adapters`).
 
     x: bf16 [M, 4, hidden], dense but for its rows, which start at multiples of 16 bytes; hidden a multiple of 256; any
       M, 0 included.
     hc_fn: fp32 [24, 4 * hidden], as the checkpoint has it, or bf16; hc_scale: fp32 [3]; hc_base: fp32 [24]. Contiguous.
+    norm_weight: bf16 or fp32 [hidden], contiguous; without it y is not normalised.
+    weights_ready: hc_fn is not what the kernel launched before this call writes, as no weight of a model is: it may be
+      read before that kernel has ended.
     out: the three results, contiguous. workspace: contiguous fp32, at least `workspace_numel(M, hidden, config)`, any
       contents. Both are allocated if absent. config: overrides the table's choice.
 
     Raises ValueError naming the argument and what it was, ColdKernel if the stream is capturing and this variant was
     never run before. No host sync.
     """
-    call = Inputs(x, hc_fn, hc_scale, hc_base)
+    call = Inputs(x, hc_fn, hc_scale, hc_base, norm_weight)
     checks.check_call(call)
     if sinkhorn_iters < 1:
         raise ValueError(f"sinkhorn_iters must be at least 1, got {sinkhorn_iters}")
@@ -144,15 +151,15 @@ def hc_pre(
     workspace = torch.empty(least, dtype=torch.float32, device=device) if workspace is None else workspace
     check_flat("workspace", workspace, torch.float32, least, device)
     if M:
-        numbers = dict(rms_eps=rms_eps, hc_eps=hc_eps, iters=sinkhorn_iters)
-        for each in launches(call, *out, workspace, **numbers, config=config):
+        numbers = dict(rms_eps=rms_eps, hc_eps=hc_eps, norm_eps=norm_eps, iters=sinkhorn_iters)
+        for each in launches(call, *out, workspace, **numbers, weights_ready=weights_ready, config=config):
             launch(*each)
     return out
 
 
 def _forced(inputs: Inputs) -> Outputs:
-    y, post, comb = composed(inputs, torch.float32)
-    return y.bfloat16(), post, comb
+    y, post, comb = composed(replace(inputs, norm_weight=None), torch.float32)
+    return normed(y.bfloat16().float(), inputs.norm_weight).bfloat16(), post, comb
 
 
 def prepare(impl: str, inputs: Inputs) -> Callable[[], Outputs]:
@@ -165,35 +172,44 @@ def prepare(impl: str, inputs: Inputs) -> Callable[[], Outputs]:
         return lambda: _forced(inputs)
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl must be one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
-    hc_fn = inputs.hc_fn.bfloat16() if impl == "split_k_bf16" else inputs.hc_fn
-    return lambda: hc_pre(inputs.x, hc_fn, inputs.hc_scale, inputs.hc_base, config=config)
+    if impl == "split_k_bf16":
+        inputs = replace(inputs, hc_fn=inputs.hc_fn.bfloat16())
+        if inputs.x.is_cuda:
+            torch.cuda.synchronize()  # the cast has ended before the first call
+    return lambda: hc_pre(**vars(inputs), weights_ready=True, config=config)
 
 
 def _variants(
-    hidden: int, iters: int, weights: torch.dtype, device: torch.device | str, arch: str
-) -> Iterator[tuple[str, list[tuple]]]:
-    for bucket in buckets(arch):
+    hidden: int, iters: int, weights: torch.dtype, norm: torch.dtype, device: torch.device | str, arch: str,
+    uses: Iterable[tuple[bool, bool]],
+) -> Iterator[tuple[str, list[tuple]]]:  # fmt: skip
+    """(name, launches) of each entry of the table in each of `uses`: with a norm or without, weights_ready or not."""
+    for bucket, (has_norm, ready) in product(buckets(arch), uses):
         M = min(bucket.max_m, 16)
 
         def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
         call = Inputs(
-            empty(M, HC, hidden, dtype=torch.bfloat16), empty(MIX, HC * hidden, dtype=weights), empty(3), empty(MIX)
-        )
+            empty(M, HC, hidden, dtype=torch.bfloat16), empty(MIX, HC * hidden, dtype=weights), empty(3), empty(MIX),
+            empty(hidden, dtype=norm) if has_norm else None,
+        )  # fmt: skip
         out = empty(M, hidden, dtype=torch.bfloat16), empty(M, HC), empty(M, HC, HC)
         workspace = empty(workspace_numel(M, hidden, bucket.config))
-        numbers = dict(rms_eps=EPS, hc_eps=EPS, iters=iters)
-        yield f"{bucket.limits}: {bucket.config.name}", launches(call, *out, workspace, **numbers, config=bucket.config)
+        numbers = dict(rms_eps=EPS, hc_eps=EPS, norm_eps=EPS, iters=iters, weights_ready=ready)
+        name = f"{bucket.limits}: {bucket.config.name}{', norm' * has_norm}{', ready' * ready}"
+        yield name, launches(call, *out, workspace, **numbers, config=bucket.config)
 
 
 def warm_up(
     device: torch.device | str = "cuda", *, hidden: int = DSV4_FLASH.hidden_size,
     sinkhorn_iters: int = DSV4_FLASH.hc_sinkhorn_iters, weights: torch.dtype = torch.float32,
+    norm: torch.dtype = torch.bfloat16,
 ) -> None:  # fmt: skip
-    """Compile and load every variant that calls with these shapes can need, whatever M."""
+    """Compile and load every variant that calls with these shapes can need, whatever M, with and without a norm."""
     device = torch.device(device)
-    for _, steps in _variants(hidden, sinkhorn_iters, weights, device, target(device)[0]):
+    uses = product((False, True), repeat=2)
+    for _, steps in _variants(hidden, sinkhorn_iters, weights, norm, device, target(device)[0], uses):
         for each in steps:
             warm(*each)
 
@@ -213,4 +229,6 @@ def describe(arch: str) -> list[str]:
 
 def static_launches(arch: str) -> Iterator[tuple[str, list[tuple]]]:
     """The launches of every table entry of an architecture, on CPU tensors, by the name of the entry."""
-    return _variants(DSV4_FLASH.hidden_size, DSV4_FLASH.hc_sinkhorn_iters, torch.float32, "cpu", arch)
+    hidden, iters = DSV4_FLASH.hidden_size, DSV4_FLASH.hc_sinkhorn_iters
+    uses = (False, False), (True, True)
+    return _variants(hidden, iters, torch.float32, torch.bfloat16, "cpu", arch, uses)

@@ -23,11 +23,12 @@ _PARTS = [HC, HC, HC * HC]
 
 @dataclass(frozen=True)
 class Case:
-    """M tokens of four residual streams."""
+    """M tokens of four residual streams; norm: the RMSNorm that follows is part of the call."""
 
     name: str
     M: int
     hidden: int = DSV4_FLASH.hidden_size
+    norm: bool = False
 
 
 @dataclass
@@ -38,14 +39,21 @@ class Inputs:
     hc_fn: Tensor
     hc_scale: Tensor
     hc_base: Tensor
+    norm_weight: Tensor | None = None
 
 
-CASES = {case.name: case for case in (Case(f"m{M}", M) for M in (1, 4, 7, 16, 32, 64, 128, 1024))}
+CASES = {
+    case.name: case
+    for case in (
+        *(Case(f"m{M}", M) for M in (1, 4, 7, 16, 32, 64, 128, 1024)),
+        *(Case(f"m{M}_norm", M, norm=True) for M in (1, 4, 16, 32, 64, 128, 2048)),
+    )
+}
 
 
 def config(case: Case) -> dict:
     """What a record says of the case."""
-    return {"M": case.M, "hidden": case.hidden, "hc_mult": HC}
+    return {"M": case.M, "hidden": case.hidden, "hc_mult": HC, "norm": case.norm}
 
 
 def rotated_bytes(case: Case) -> float:
@@ -55,8 +63,9 @@ def rotated_bytes(case: Case) -> float:
 
 def work(case: Case) -> Work:
     """One call: the streams and fp32 weights once, the hidden state and the split once."""
-    weights, outputs = 4.0 * MIX * HC * case.hidden, case.M * (2.0 * case.hidden + 4.0 * HC * (1 + HC))
-    flops = 2.0 * case.M * HC * case.hidden * (MIX + 2)
+    weights = (4.0 * MIX * HC + 2.0 * case.norm) * case.hidden
+    outputs = case.M * (2.0 * case.hidden + 4.0 * HC * (1 + HC))
+    flops = 2.0 * case.M * case.hidden * (HC * (MIX + 2) + 2 * case.norm)
     return Work(flops=flops, bytes=2.0 * case.M * HC * case.hidden + weights + outputs)
 
 
@@ -67,9 +76,12 @@ def make_inputs(case: Case, *, device: torch.device | str, seed: int = 0, sets: 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, device=device, generator=generator)
 
-    wide = HC * case.hidden
+    def weight() -> Tensor | None:
+        return (1 + 0.25 * normal(case.hidden)).bfloat16() if case.norm else None
+
+    x, wide = (case.M, HC, case.hidden), HC * case.hidden
     return [
-        Inputs(normal(case.M, HC, case.hidden).bfloat16(), normal(MIX, wide) * wide**-0.5, normal(3), normal(MIX))
+        Inputs(normal(*x).bfloat16(), normal(MIX, wide) * wide**-0.5, normal(3), normal(MIX), weight())
         for _ in range(sets)
     ]
 
@@ -91,19 +103,25 @@ def split(mix: Tensor, hc_scale: Tensor, hc_base: Tensor, eps: float, iters: int
     return pre.sigmoid() + eps, 2 * post.sigmoid(), comb
 
 
+def normed(y: Tensor, weight: Tensor | None, eps: float = EPS) -> Tensor:
+    """y [M, hidden] over its rows' root mean square and times `weight`, in its dtype; without a weight, y itself."""
+    return y if weight is None else y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * weight.to(y.dtype)
+
+
 def composed(
     inputs: Inputs,
     dtype: torch.dtype,
     *,
     eps: float = EPS,
     hc_eps: float = EPS,
+    norm_eps: float = EPS,
     iters: int = DSV4_FLASH.hc_sinkhorn_iters,
 ) -> Outputs:
     """(y, post, comb) by PyTorch, product and all in `dtype`; y is left in it. In float32, what SGLang forces."""
     x = inputs.x.to(dtype)
     mix = mixes(x.flatten(1), inputs.hc_fn.to(dtype), eps)
     pre, post, comb = split(mix, inputs.hc_scale.to(dtype), inputs.hc_base.to(dtype), hc_eps, iters)
-    return (pre[:, :, None] * x).sum(1), post, comb
+    return normed((pre[:, :, None] * x).sum(1), inputs.norm_weight, norm_eps), post, comb
 
 
 def reference(inputs: Inputs) -> Outputs:
@@ -112,12 +130,16 @@ def reference(inputs: Inputs) -> Outputs:
 
 
 def baseline(inputs: Inputs) -> Outputs:
-    """The same by PyTorch with the product in bf16 and the rest in fp32, y in bf16: the error that the flip makes."""
+    """The same by PyTorch with the product in bf16 and the rest in fp32: the error that the flip makes.
+
+    y is rounded to bf16 before its norm and after it, as between two modules.
+    """
     x = inputs.x.float()
     product = linear(inputs.x.flatten(1), inputs.hc_fn.bfloat16()).float()
     mix = product * torch.rsqrt(x.flatten(1).square().mean(-1, keepdim=True) + EPS)
     pre, post, comb = split(mix, inputs.hc_scale, inputs.hc_base, EPS, DSV4_FLASH.hc_sinkhorn_iters)
-    return (pre[:, :, None] * x).sum(1).bfloat16(), post, comb
+    y = (pre[:, :, None] * x).sum(1).bfloat16()
+    return normed(y.float(), inputs.norm_weight).bfloat16(), post, comb
 
 
 def judge(inputs: Inputs, outputs: Outputs, expected: Outputs, usual: Outputs) -> numerics.Check:

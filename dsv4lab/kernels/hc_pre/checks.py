@@ -32,6 +32,19 @@ def check_call(call: Inputs) -> None:
             )
     if call.hc_fn.data_ptr() % 16:
         raise ValueError(f"hc_fn must start at a multiple of 16 bytes, got {call.hc_fn.data_ptr():#x}")
+    if call.norm_weight is not None:
+        _check_norm(call.norm_weight, hidden, device)
+
+
+def _check_norm(weight: Tensor, hidden: int, device: torch.device) -> None:
+    if (
+        weight.dtype not in (torch.bfloat16, torch.float32) or weight.shape != (hidden,) or weight.device != device
+        or not weight.is_contiguous() or weight.data_ptr() % 16
+    ):  # fmt: skip
+        raise ValueError(
+            f"norm_weight must be contiguous bfloat16 or float32 [{hidden}] on {device} from a multiple of 16 bytes "
+            f"on, got {weight.dtype} {list(weight.shape)} on {weight.device} at {weight.data_ptr():#x}"
+        )
 
 
 def check_output(name: str, out: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:

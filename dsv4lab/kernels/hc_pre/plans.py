@@ -1,4 +1,4 @@
-"""How the sums are taken and how the hidden state is cut: chosen per architecture by rows, never by the data."""
+"""How the sums are taken and by how many warps a row ends: chosen per architecture by rows, never by the data."""
 
 from dataclasses import dataclass
 
@@ -8,15 +8,24 @@ from dsv4lab.kernels.skinny_gemm.plans import ANY, RELATIVE, Dot, Split
 
 @dataclass(frozen=True)
 class Config:
-    """sums: of the products over K. block_h: hidden values a program. pdl: the second kernel is launched early."""
+    """sums: of the products over K. warps: of a program of the second kernel. rows: whose mix one of them splits.
+
+    pdl: the second kernel is launched early, and the first where the weights allow it.
+    """
 
     sums: Dot | Split
-    block_h: int
+    warps: int
     pdl: bool
+    rows: int = 1
+
+    def __post_init__(self):
+        tile = self.sums.block_m if isinstance(self.sums, Split) else 1
+        if self.rows < 1 or tile % self.rows:
+            raise ValueError(f"rows must divide the {tile} of a tile of sums, got {self.rows}")
 
     @property
     def name(self) -> str:
-        return f"{self.sums.name.removesuffix('_launch')}_h{self.block_h}{'_pdl' if self.pdl else ''}"
+        return f"{self.sums.name.removesuffix('_launch')}_mix{self.rows}x{self.warps}{'_pdl' if self.pdl else ''}"
 
 
 @dataclass(frozen=True)
@@ -36,12 +45,18 @@ COMPILED = "records/static/hc_pre.json"
 """Nothing has been measured there: what the compiler makes without a spill, with blocks enough for the SMs."""
 
 
+def _whole(block_m: int, block_k: int, chunk: int, warps: int) -> Split:
+    return Split(block_m, 32, block_k, chunk, warps, whole=True)
+
+
 def _buckets(pdl: bool) -> tuple[Bucket, ...]:
     rows = (
-        (4, Config(Dot(16384, 16), 512, pdl)),
-        (16, Config(Split(16, 32, 256, 256, 8), 512, pdl)),
-        (128, Config(Split(16, 32, 512, 512, 8), 512, pdl)),
-        (ANY, Config(Split(32, 32, 256, 2048, 8), 1024, pdl)),
+        (4, Config(Dot(16384, 16), 4, pdl)),
+        (16, Config(_whole(16, 128, 128, 8), 4, pdl)),
+        (32, Config(_whole(32, 128, 128, 8), 4, pdl)),
+        (64, Config(_whole(64, 128, 128, 8), 4, pdl)),
+        (128, Config(_whole(64, 256, 256, 8), 4, pdl)),
+        (ANY, Config(_whole(64, 128, 1024, 4), 4, pdl, rows=4)),
     )
     return tuple(Bucket(*row, COMPILED) for row in rows)
 
@@ -51,13 +66,20 @@ TABLE = {"sm_80": _buckets(False), "sm_89": _buckets(False), "sm_90": _buckets(T
 _SUMS = (
     Dot(4096, 4),
     Dot(16384, 16),
-    *(Split(16, 32, chunk, chunk, warps) for chunk, warps in ((256, 4), (256, 8), (512, 4), (512, 8))),
-    Split(16, 32, 512, 1024, 8),
-    Split(32, 32, 256, 256, 8),
+    Split(16, 32, 256, 256, 8),
+    Split(16, 32, 512, 512, 8),
+    *(_whole(16, chunk, chunk, warps) for chunk, warps in ((64, 4), (128, 4), (128, 8), (256, 8))),
+    *(_whole(32, chunk, chunk, warps) for chunk, warps in ((128, 4), (128, 8), (256, 4), (256, 8))),
+    *(_whole(64, chunk, chunk, warps) for chunk, warps in ((128, 4), (128, 8), (256, 8))),
 )
+_MIDDLE = _whole(32, 128, 128, 8)
 SWEEP = (
-    *(Config(sums, 512, pdl) for sums in _SUMS for pdl in (False, True)),
-    *(Config(Split(16, 32, 512, 512, 8), block_h, True) for block_h in (256, 1024, 2048)),
+    *(Config(sums, 4, True) for sums in _SUMS),
+    *(Config(sums, 4, False) for sums in (Dot(16384, 16), _MIDDLE)),
+    *(Config(_MIDDLE, warps, True) for warps in (2, 8, 16)),
+    *(Config(_MIDDLE, 4, True, rows) for rows in (2, 4)),
+    *(Config(sums, 4, True, 4) for sums in (Split(32, 32, 256, 2048, 8), _whole(64, 128, 512, 8))),
+    *(Config(_whole(64, 128, 1024, warps), 4, True, 4) for warps in (4, 8)),
 )
 
 

@@ -1,4 +1,8 @@
-"""Triton kernel of the second half of `hc_pre`: from a row's sums to its mix, its split, the new hidden state."""
+"""Triton kernel of the second half of `hc_pre`: from a row's sums to its mix, its split, the new hidden state.
+
+What it costs is a chain of latencies: a row's partial sums from L2, then either the weighted sum of the streams or 39
+half rounds of Sinkhorn. Each has programs of its own, so that neither waits for the other.
+"""
 
 import triton
 import triton.language as tl
@@ -9,118 +13,149 @@ COLUMNS = tl.constexpr(32)
 
 
 @triton.jit
-def _pick(values, n, column):
-    """One of the values [COLUMNS], n counting them, as a scalar."""
-    return tl.sum(tl.where(n == column, values, 0.0))
+def _reciprocal(x, APPROXIMATE: tl.constexpr):
+    """1 / x: one instruction, an ulp off, or the division that the interpreter can do."""
+    if APPROXIMATE:
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return 1.0 / x
 
 
 @triton.jit
-def _four(values, n, first):
-    return (
-        _pick(values, n, first),
-        _pick(values, n, first + 1),
-        _pick(values, n, first + 2),
-        _pick(values, n, first + 3),
-    )
+def _sums(partials, splits, row, e, BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Elements e, from the first of `row` on, of the sums: partial sums, added up in a fixed order.
 
-
-@triton.jit
-def _store_four(to, a, b, c, d):
-    tl.store(to, a)
-    tl.store(to + 1, b)
-    tl.store(to + 2, c)
-    tl.store(to + 3, d)
-
-
-@triton.jit
-def _normal(a, b, c, d, eps):
-    """The four over their sum plus eps."""
-    r = 1.0 / (a + b + c + d + eps)
-    return a * r, b * r, c * r, d * r
-
-
-@triton.jit
-def _softmax(a, b, c, d, eps):
-    top = tl.maximum(tl.maximum(a, b), tl.maximum(c, d))
-    a, b, c, d = _normal(tl.exp(a - top), tl.exp(b - top), tl.exp(c - top), tl.exp(d - top), 0.0)
-    return a + eps, b + eps, c + eps, d + eps
-
-
-@triton.jit
-def _sinkhorn(mix, n, comb, eps, ITERS: tl.constexpr):
-    """The doubly stochastic mix of the streams, 16 scalars in every thread: a chain of additions and reciprocals."""
-    a0, b0, c0, d0 = _four(mix, n, 8)
-    a1, b1, c1, d1 = _four(mix, n, 12)
-    a2, b2, c2, d2 = _four(mix, n, 16)
-    a3, b3, c3, d3 = _four(mix, n, 20)
-    a0, b0, c0, d0 = _softmax(a0, b0, c0, d0, eps)
-    a1, b1, c1, d1 = _softmax(a1, b1, c1, d1, eps)
-    a2, b2, c2, d2 = _softmax(a2, b2, c2, d2, eps)
-    a3, b3, c3, d3 = _softmax(a3, b3, c3, d3, eps)
-    for i in range(ITERS):
-        if i > 0:
-            a0, b0, c0, d0 = _normal(a0, b0, c0, d0, eps)
-            a1, b1, c1, d1 = _normal(a1, b1, c1, d1, eps)
-            a2, b2, c2, d2 = _normal(a2, b2, c2, d2, eps)
-            a3, b3, c3, d3 = _normal(a3, b3, c3, d3, eps)
-        a0, a1, a2, a3 = _normal(a0, a1, a2, a3, eps)
-        b0, b1, b2, b3 = _normal(b0, b1, b2, b3, eps)
-        c0, c1, c2, c3 = _normal(c0, c1, c2, c3, eps)
-        d0, d1, d2, d3 = _normal(d0, d1, d2, d3, eps)
-    _store_four(comb, a0, b0, c0, d0)
-    _store_four(comb + 4, a1, b1, c1, d1)
-    _store_four(comb + 8, a2, b2, c2, d2)
-    _store_four(comb + 12, a3, b3, c3, d3)
-
-
-@triton.jit
-def _mix(
-    partials, splits, row, n, scales, bases, eps,
-    WIDTH: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
-    """The row's mix [COLUMNS]: its partial sums added up in the order of the splits, over its root mean square."""
+    partials: fp32 [row tiles, splits, BLOCK_M, COLUMNS].
+    """
     SIZE: tl.constexpr = BLOCK_M * COLUMNS
-    sums = partials + (row // BLOCK_M * splits).to(tl.int64) * SIZE + row % BLOCK_M * COLUMNS
+    first = partials + (row // BLOCK_M * splits).to(tl.int64) * SIZE + row % BLOCK_M * COLUMNS
     s = tl.arange(0, BLOCK_S)[:, None]
-    total = tl.sum(tl.load(sums + s * SIZE + n[None, :], mask=s < splits, other=0.0), 0)
-    r = tl.rsqrt(_pick(total, n, 24) / WIDTH + eps)
-    return tl.where(n < 24, total * r * scales + bases, 0.0)
+    return tl.sum(tl.load(first + s * SIZE + e[None, :], mask=s < splits, other=0.0), 0)
+
+
+@triton.jit
+def _group(values, g, i):
+    """Group i of values [ROWS, 8, 4]."""
+    return tl.sum(tl.where(g == i, values, 0.0), 1)
+
+
+@triton.jit
+def _sinkhorn(mix, g, eps, ITERS: tl.constexpr, ROWS: tl.constexpr, APPROXIMATE: tl.constexpr):
+    """Groups 2 to 5 of mix [ROWS, 8, 4] made doubly stochastic, as a factor for each row and for each column of them.
+
+    p and q are the factors' reciprocals: c over (its sum + eps) is 1 / (sum over c + eps * q), one step shorter.
+    """
+    mix = tl.where((g >= 2) & (g < 6), mix, 0.0)
+    e = tl.exp(mix - tl.max(mix, 2)[:, :, None])
+    a = e * _reciprocal(tl.sum(e, 2), APPROXIMATE)[:, :, None] + eps
+    a0 = _group(a, g, 2)
+    a1 = _group(a, g, 3)
+    a2 = _group(a, g, 4)
+    a3 = _group(a, g, 5)
+    p0 = tl.full([ROWS], 1.0, tl.float32)
+    p1 = p0
+    p2 = p0
+    p3 = p0
+    r0 = p0
+    r1 = p0
+    r2 = p0
+    r3 = p0
+    q = eps + a0 + a1 + a2 + a3
+    c = _reciprocal(q, APPROXIMATE)
+    for _ in range(1, ITERS):
+        p0 = eps * p0 + tl.sum(a0 * c, 1)
+        p1 = eps * p1 + tl.sum(a1 * c, 1)
+        p2 = eps * p2 + tl.sum(a2 * c, 1)
+        p3 = eps * p3 + tl.sum(a3 * c, 1)
+        r0 = _reciprocal(p0, APPROXIMATE)
+        r1 = _reciprocal(p1, APPROXIMATE)
+        r2 = _reciprocal(p2, APPROXIMATE)
+        r3 = _reciprocal(p3, APPROXIMATE)
+        q = eps * q + a0 * r0[:, None] + a1 * r1[:, None] + a2 * r2[:, None] + a3 * r3[:, None]
+        c = _reciprocal(q, APPROXIMATE)
+    low = tl.where(g == 2, r0[:, None, None], r1[:, None, None])
+    high = tl.where(g == 4, r2[:, None, None], r3[:, None, None])
+    return a * tl.where(g < 4, low, high) * c[:, None, :]
+
+
+@triton.jit
+def _split(
+    partials, splits, first, scale, base, post, comb, M, rms_eps, eps,
+    WIDTH: tl.constexpr, ITERS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr,
+    PDL: tl.constexpr, APPROXIMATE: tl.constexpr,
+):  # fmt: skip
+    """post and comb of ROWS rows from `first` on: their sums as [ROWS, 8, 4], of which group 1 and groups 2 to 5."""
+    row = first + tl.arange(0, ROWS)[:, None, None]
+    g = tl.arange(0, 8)[None, :, None]
+    j = tl.arange(0, 4)[None, None, :]
+    n = g * 4 + j
+    scales = tl.load(scale + (n >= 4).to(tl.int32) + (n >= 8).to(tl.int32))
+    bases = tl.load(base + n, mask=n < 24, other=0.0)
+    if PDL:
+        gdc_wait()
+    sums = _sums(partials, splits, first, tl.arange(0, ROWS * COLUMNS), BLOCK_S, BLOCK_M)
+    sums = tl.reshape(sums, (ROWS, 8, 4))
+    squares = tl.sum(tl.sum(tl.where(n == 24, sums, 0.0), 2), 1)
+    mix = sums * tl.rsqrt(squares / WIDTH + rms_eps)[:, None, None] * scales + bases
+    found = tl.where(g == 1, 2.0 * tl.sigmoid(mix), _sinkhorn(mix, g, eps, ITERS, ROWS, APPROXIMATE))
+    to = tl.where(g == 1, post + row * 4 + j, comb + row * 16 + n - 8)
+    tl.store(to, found, mask=(row < M) & (g >= 1) & (g < 6))
+
+
+@triton.jit
+def _state(
+    x, x_stride8, partials, splits, row, scale, base, weight, y, rms_eps, eps, norm_eps,
+    HIDDEN: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr, NORM: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """y of a row. The streams and the weight are in registers before the wait."""
+    j = tl.arange(0, 4)
+    h = tl.arange(0, BLOCK_H)
+    streams = x + row.to(tl.int64) * (x_stride8 * 8) + j[:, None] * HIDDEN + h[None, :]
+    streams = tl.load(streams, mask=h[None, :] < HIDDEN, other=0.0).to(tl.float32)
+    if NORM:
+        weights = tl.load(weight + h, mask=h < HIDDEN, other=0.0)
+    scales = tl.load(scale)
+    bases = tl.load(base + j)
+    if PDL:
+        gdc_wait()
+    n = tl.arange(0, 8)
+    e = tl.max_contiguous(tl.multiple_of(n + n // 4 * 20, 4), 4)  # the first four, and four from the squares on
+    sums = tl.reshape(_sums(partials, splits, row, e, BLOCK_S, BLOCK_M), (2, 4))
+    n = tl.reshape(n, (2, 4))
+    squares = tl.sum(tl.sum(tl.where(n == 4, sums, 0.0), 1), 0)
+    pre = tl.sum(tl.where(n < 4, sums, 0.0), 0)
+    pre = tl.sigmoid(pre * tl.rsqrt(squares / (4 * HIDDEN) + rms_eps) * scales + bases) + eps
+    total = tl.sum(pre[:, None] * streams, 0)
+    if NORM:
+        total *= tl.rsqrt(tl.sum(total * total) / HIDDEN + norm_eps) * weights.to(tl.float32)
+    tl.store(y + row.to(tl.int64) * HIDDEN + h, total.to(y.dtype.element_ty), mask=h < HIDDEN)
 
 
 @triton.jit(
-    do_not_specialize=["x_stride8", "splits", "rms_eps", "hc_eps"],
+    do_not_specialize=["x_stride8", "splits", "M", "rms_eps", "hc_eps", "norm_eps"],
     do_not_specialize_on_alignment=["scale", "base"],
 )
 def mix_kernel(
-    x, x_stride8, partials, splits, scale, base, y, post, comb, rms_eps, hc_eps,
+    x, x_stride8, partials, splits, scale, base, weight, y, post, comb, M, rms_eps, hc_eps, norm_eps,
     HIDDEN: tl.constexpr, ITERS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr,
-    PDL: tl.constexpr,
+    ROWS: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr, APPROXIMATE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows, 1 + hidden tiles): program 0 of a row splits its mix, each other one sums a tile over the streams.
+    """Grid (ceil(M / ROWS) + M): the first ones split the mix of ROWS rows each, the others make y of a row each.
 
-    partials: fp32 [row tiles, splits, BLOCK_M, COLUMNS]. What does not depend on them is asked for before the wait.
+    NORM: y is RMS-normalised and takes `weight`, [HIDDEN].
     """
-    row = tl.program_id(0)
-    tile = tl.program_id(1) - 1
-    n = tl.arange(0, COLUMNS)
-    scales = tl.load(scale + (n >= 4).to(tl.int32) + (n >= 8).to(tl.int32))
-    bases = tl.load(base + n, mask=n < 24, other=0.0)
-    if tile < 0:
-        if PDL:
-            gdc_wait()
-        mix = _mix(partials, splits, row, n, scales, bases, rms_eps, 4 * HIDDEN, BLOCK_S, BLOCK_M)
-        tl.store(post + row * 4 + n - 4, 2.0 * tl.sigmoid(mix), mask=(n >= 4) & (n < 8))
-        _sinkhorn(mix, n, comb + row * 16, hc_eps, ITERS)
+    tiles = (M + ROWS - 1) // ROWS
+    program = tl.program_id(0)
+    if program < tiles:
+        _split(
+            partials, splits, program * ROWS, scale, base, post, comb, M, rms_eps, hc_eps,
+            4 * HIDDEN, ITERS, BLOCK_S, BLOCK_M, ROWS, PDL, APPROXIMATE,
+        )  # fmt: skip
     else:
-        h = tile * BLOCK_H + tl.arange(0, BLOCK_H)
-        streams = x + row.to(tl.int64) * (x_stride8 * 8) + h
-        x0 = tl.load(streams).to(tl.float32)
-        x1 = tl.load(streams + HIDDEN).to(tl.float32)
-        x2 = tl.load(streams + 2 * HIDDEN).to(tl.float32)
-        x3 = tl.load(streams + 3 * HIDDEN).to(tl.float32)
-        if PDL:
-            gdc_wait()
-        mix = _mix(partials, splits, row, n, scales, bases, rms_eps, 4 * HIDDEN, BLOCK_S, BLOCK_M)
-        p0, p1, p2, p3 = _four(tl.sigmoid(mix) + hc_eps, n, 0)
-        total = p0 * x0 + p1 * x1 + p2 * x2 + p3 * x3
-        tl.store(y + row.to(tl.int64) * HIDDEN + h, total.to(y.dtype.element_ty))
+        _state(
+            x, x_stride8, partials, splits, program - tiles, scale, base, weight, y, rms_eps, hc_eps, norm_eps,
+            HIDDEN, BLOCK_H, BLOCK_S, BLOCK_M, NORM, PDL,
+        )  # fmt: skip

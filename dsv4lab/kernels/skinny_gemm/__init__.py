@@ -75,21 +75,24 @@ def _ending(out: Tensor, scale: float, bias: Tensor | None) -> dict:
 
 def first_launch(
     x: Tensor, w: Tensor, partials: Tensor, tickets: Tensor | None, ending: dict, config: Config, *,
-    squares: bool = False, pdl: bool = False,
+    squares: bool = False, pdl: bool = False, ahead: bool = False,
 ) -> tuple:  # fmt: skip
     """(kernel, grid, arguments) of the products: whole sums to `ending`'s out for `Dot`, else partial tiles.
 
     squares: column N of out, or of each partial tile, gets the sum of the squares of the row. pdl: what is launched
-    next may start early, and waits for this by itself.
+    next may start early, and waits for this by itself. ahead, with pdl: so may this one, which asks for w at once and
+    for x when what is in front has ended.
     """
     (M, K), N = x.shape, w.shape[0]
-    shared = dict(x=x, x_stride8=(x.stride(0) if M > 1 else K) // 8, w=w, **ending, M=M, N=N, K=K, PDL=pdl)
+    shared = dict(x=x, x_stride8=(x.stride(0) if M > 1 else K) // 8, w=w, **ending, M=M, N=N, K=K, PDL=pdl, AHEAD=ahead)
+    shared |= early(ahead)
     if isinstance(config, Dot):
         block = min(config.block_k, triton.next_power_of_2(K))
         return dot_kernel, (N + squares, M), shared | dict(BLOCK_K=block, num_warps=config.num_warps)
     tiled = dict(
         partials=partials, tickets=partials if tickets is None else tickets, CHUNK=config.chunk,
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, WARPS=config.num_warps,
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
+        SLICES=1 if config.whole else config.num_warps,
         SQUARES=squares, LAST=tickets is not None, COMPUTE=tl.float32 if INTERPRETED else tl.bfloat16,
         num_warps=config.num_warps,
     )  # fmt: skip

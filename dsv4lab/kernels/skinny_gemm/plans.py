@@ -22,7 +22,10 @@ class Dot:
 
 @dataclass(frozen=True)
 class Split:
-    """A tile of outputs over `chunk` of K a block, in steps of `block_k`; the tiles are added up as `combine` says."""
+    """A tile of outputs over `chunk` of K a block, in steps of `block_k`; the tiles are added up as `combine` says.
+
+    whole: all warps multiply a step together, instead of a slice of it each.
+    """
 
     block_m: int
     block_n: int
@@ -30,6 +33,7 @@ class Split:
     chunk: int
     num_warps: int
     combine: str = "launch"
+    whole: bool = False
 
     def __post_init__(self):
         if self.combine not in COMBINES:
@@ -38,7 +42,7 @@ class Split:
     @property
     def name(self) -> str:
         tile = f"m{self.block_m}_n{self.block_n}_k{self.block_k}_c{self.chunk}"
-        return f"{tile}_w{self.num_warps}_{self.combine}"
+        return f"{tile}_{'whole' if self.whole else 'w'}{self.num_warps}_{self.combine}"
 
     def tiles(self, M: int, N: int) -> tuple[int, int]:
         """(column tiles, row tiles) of an [M, N] output."""

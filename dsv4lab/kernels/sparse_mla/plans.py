@@ -6,6 +6,7 @@ A plan depends on shapes alone, so a captured graph stays right whatever lengths
 from dataclasses import dataclass, replace
 
 from dsv4lab.hardware import arch_entry
+from dsv4lab.kernels import choices
 
 
 @dataclass(frozen=True)
@@ -151,9 +152,21 @@ def buckets(arch: str) -> tuple[Bucket, ...]:
     return arch_entry(TABLE, arch, RELATIVE)
 
 
+def tuned_buckets(arch: str) -> tuple[Bucket, ...]:
+    """What was tuned on this GPU, each for one number of heads."""
+    own = choices.own("sparse_mla", arch) or {"entries": ()}
+    return tuple(Bucket(e["heads"], e["max_rows"], Config(**e["config"]), own["evidence"]) for e in own["entries"])
+
+
+def in_use(arch: str) -> tuple[Bucket, ...]:
+    """All that `choose` may choose from."""
+    return *tuned_buckets(arch), *buckets(arch)
+
+
 def choose(arch: str, heads: int, rows: int) -> Bucket:
-    """The table's entry for `heads` and `rows` on an architecture."""
-    return next(b for b in buckets(arch) if heads <= b.max_heads and rows <= b.max_rows)
+    """The entry for `heads` and `rows` on an architecture: what was tuned here for as many heads, or the table's."""
+    tuned = [b for b in tuned_buckets(arch) if heads == b.max_heads and rows <= b.max_rows]
+    return next(b for b in (*tuned, *buckets(arch)) if heads <= b.max_heads and rows <= b.max_rows)
 
 
 def split_plan(config: Config, *, rows: int, heads: int, widths: tuple[int, ...], sms: int) -> Plan:
@@ -171,7 +184,7 @@ def split_plan(config: Config, *, rows: int, heads: int, widths: tuple[int, ...]
 def reachable(*, heads: int, window: int, most: int, arch: str, sms: int) -> list[Plan]:
     """One plan, of one row, for each variant that some number of rows and up to `most` extra positions come to."""
     found = {}
-    full = sms * max(bucket.config.blocks_per_sm for bucket in buckets(arch))
+    full = sms * max(bucket.config.blocks_per_sm for bucket in in_use(arch))
     for width in {0, most, *range(64, most, 64)} if most else {0}:
         for rows in range(1, full + 2):  # with more rows nothing is split any more
             made = split_plan(choose(arch, heads, rows).config, rows=rows, heads=heads, widths=(window, width), sms=sms)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from dsv4lab.hardware import arch_entry
+from dsv4lab.kernels import choices
 
 MAX_K = 2048
 
@@ -53,7 +54,9 @@ SWEEP = (
 
 
 def choose(arch: str) -> Choice:
-    """The table's entry for an architecture like "sm_120"; an unlisted one takes its nearest relative's."""
+    """What was tuned on this GPU, or the table's entry for an architecture; an unlisted one takes its relative's."""
+    if own := choices.own("topk", arch):
+        return Choice(Config(**own["config"]), own["evidence"])
     return arch_entry(TABLE, arch, RELATIVE)
 
 

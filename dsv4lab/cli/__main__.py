@@ -1,0 +1,3 @@
+from dsv4lab.cli import main
+
+main()
