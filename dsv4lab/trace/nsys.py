@@ -13,7 +13,7 @@ from typing import Any
 import pandas as pd
 
 from dsv4lab.trace.assembly import assembled
-from dsv4lab.trace.frames import Trace, TraceError, constant, text_column
+from dsv4lab.trace.frames import UNKNOWN, Trace, TraceError, constant, text_column
 
 _CUPTI = "CUPTI_ACTIVITY_KIND_"
 _GPU = {"kernel": "KERNEL", "memcpy": "MEMCPY", "memset": "MEMSET", "graph": "GRAPH_TRACE"}
@@ -34,7 +34,7 @@ def read(path: Path) -> Trace:
             frames = {kind: tables.gpu(kind, table) for kind, table in _GPU.items()}
             frames |= {"launch": tables.calls(), "cpu": tables.ranges()}
             meta = {"format": "nsys", **tables.device()}
-    except (sqlite3.DatabaseError, KeyError) as error:
+    except (sqlite3.DatabaseError, pd.errors.DatabaseError, KeyError) as error:
         raise TraceError(f"{path.name} is no sound Nsight Systems export: {error}") from error
     found = {kind: frame for kind, frame in frames.items() if frame is not None and len(frame)}
     if not found.keys() & _GPU.keys():
@@ -65,12 +65,15 @@ class _Tables:
         self._texts = dict(database.execute("SELECT id, value FROM StringIds")) if "StringIds" in self._tables else {}
 
     def _rows(self, table: str, wanted: dict[str, tuple[str, ...]]) -> pd.DataFrame | None:
-        """The wanted columns under our names, each from the first of its spellings that the table has."""
+        """The wanted columns under our names, each from the first of its spellings that the table has.
+
+        NULL is `UNKNOWN`, so that integers stay such: an event without an end gets a negative duration and is counted.
+        """
         if table not in self._tables:
             return None
         there = {row[1] for row in self._database.execute(f'PRAGMA table_info("{table}")')}
         chosen = {ours: next((name for name in names if name in there), None) for ours, names in wanted.items()}
-        select = ", ".join(f'"{name}" AS "{ours}"' for ours, name in chosen.items() if name)
+        select = ", ".join(f'IFNULL("{name}", {UNKNOWN}) AS "{ours}"' for ours, name in chosen.items() if name)
         return pd.read_sql_query(f'SELECT {select} FROM "{table}"', self._database)
 
     def _named(self, ids: pd.Series) -> Any:
@@ -128,13 +131,11 @@ class _Tables:
             rows = self._rows(table, wanted)
             if rows is None:
                 continue
-            rows = rows.dropna(subset=["ts", "end"]).reset_index(drop=True)
-            texts = rows.get("text", pd.Series([None] * len(rows)))
-            if "textId" in rows:
-                texts = texts.where(texts.notna(), rows["textId"].map(self._texts))
-            rows = rows.assign(name=text_column(texts.fillna("").astype(str).tolist()), dur=rows["end"] - rows["ts"])
-            numbers = {name: rows[name].fillna(-1).astype("int64") for name in ("ts", "dur", "tid")}
-            return rows[["name"]].assign(**numbers)
+            rows = rows[rows["end"] != UNKNOWN].reset_index(drop=True)  # marks of a moment have none
+            texts = rows.get("text", pd.Series(UNKNOWN, rows.index, dtype=object))
+            by_id = rows.get("textId", texts).map(self._texts)
+            texts = texts.where(texts != UNKNOWN, by_id).fillna("").astype(str)
+            return rows[["ts", "tid"]].assign(name=text_column(texts.tolist()), dur=rows["end"] - rows["ts"])
         return None
 
     def device(self) -> dict[str, Any]:
