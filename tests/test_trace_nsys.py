@@ -99,6 +99,27 @@ def test_what_is_null_costs_its_event_alone_and_no_digit_of_others(tmp_path):
     assert taken.events["name"].tolist() == ["gemm_kernel", ""]
 
 
+def test_processes_with_the_same_correlations_and_devices_are_ranks(tmp_path):
+    first, second = 3 << 24, 9 << 24
+    ranges = [(0, 90, "step 0", first + 1), (0, 90, "step 0", second + 1), (95, 200, "step 1", second + 1)]
+    path = export(
+        tmp_path / "a.sqlite",
+        StringIds=STRINGS,
+        CUPTI_ACTIVITY_KIND_KERNEL=(
+            KERNEL.format(name="shortName") + ", globalPid INT",
+            [(*kernel(100, 200, 1, 5), first), (*kernel(150, 250, 2, 5), second)],
+        ),
+        CUPTI_ACTIVITY_KIND_RUNTIME=(
+            "start INT, end INT, globalTid INT, correlationId INT, nameId INT",
+            [(50, 60, first + 1, 5, 3), (140, 145, second + 1, 5, 3)],
+        ),
+        NVTX_EVENTS=("start INT, end INT, text TEXT, globalTid INT", ranges),
+    )
+    taken = trace.read(path)
+    assert taken.events[["rank", "launch_ts", "step"]].values.tolist() == [[0, 50, 0], [1, 140, 1]]
+    assert summary.by_device(taken)[["rank", "busy_ns", "exposed_ns"]].values.tolist() == [[0, 100, 0], [1, 100, 100]]
+
+
 GRAPH = "start INT, end INT, deviceId INT, graphId INT, streamId INT, correlationId INT"
 
 

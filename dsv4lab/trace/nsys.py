@@ -1,7 +1,8 @@
 """Reads Nsight Systems sqlite exports, whichever of their tables and columns a version has.
 
 Times in them are integer nanoseconds. Names stand in StringIds. With the default setting a CUDA graph is one row of
-GRAPH_TRACE instead of its kernels; then only its total is known.
+GRAPH_TRACE instead of its kernels; then only its total is known. An export may hold several processes, each with
+correlations and device numbers of its own: each is a rank.
 """
 
 import sqlite3
@@ -13,12 +14,13 @@ from typing import Any
 import pandas as pd
 
 from dsv4lab.trace.assembly import assembled
-from dsv4lab.trace.frames import UNKNOWN, Trace, TraceError, constant, text_column
+from dsv4lab.trace.frames import UNKNOWN, Trace, TraceError, constant, merge, text_column
 
 _CUPTI = "CUPTI_ACTIVITY_KIND_"
 _GPU = {"kernel": "KERNEL", "memcpy": "MEMCPY", "memset": "MEMSET", "graph": "GRAPH_TRACE"}
 _COPIES = {1: "HtoD", 2: "DtoH", 8: "DtoD", 10: "PtoP"}
 _NVTX = ("NVTX_EVENTS", "NVTX_EVENTS_V2", "NVTX_EVENTS_V1")
+_THREADS = 2**24  # global ids are a process and, in the last 24 bits, a thread
 _WHOLE_GRAPH = "a whole CUDA graph, not cut into kernels"
 GRAPHS_WHOLE = (
     "graph replays captured as one block each; record again with --cuda-graph-trace=node to see their kernels"
@@ -27,7 +29,6 @@ GRAPHS_WHOLE = (
 
 def read(path: Path) -> Trace:
     """The trace in an export; TraceError if it has no GPU activity at all or is no sound database."""
-    lost: Counter[str] = Counter()
     try:
         with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as database:
             tables = _Tables(database)
@@ -41,10 +42,20 @@ def read(path: Path) -> Trace:
         raise TraceError(
             f"no GPU kernels in {path.name}: none of {', '.join(f'{_CUPTI}{t}' for t in _GPU.values())} has rows"
         )
-    if "graph" in found:
-        found["graph"] = _without_kernels(found["graph"], found.get("kernel"))
-        lost[GRAPHS_WHOLE] += len(found["graph"])
-    return assembled(found, meta, lost)
+    processes = {process for kind in _GPU.keys() & found.keys() for process in found[kind]["process"].unique()}
+    known = sorted(processes - {UNKNOWN}) or [UNKNOWN]
+    return merge([_of_process(found, each, meta | {"rank": rank}) for rank, each in enumerate(known)])
+
+
+def _of_process(found: dict[str, pd.DataFrame], process: int, meta: dict[str, Any]) -> Trace:
+    frames = found.copy()
+    if process != UNKNOWN:
+        frames = {kind: frame[frame["process"].isin((process, UNKNOWN))] for kind, frame in found.items()}
+    lost: Counter[str] = Counter()
+    if "graph" in frames:
+        frames["graph"] = _without_kernels(frames["graph"], frames.get("kernel"))
+        lost[GRAPHS_WHOLE] += len(frames["graph"])
+    return assembled({kind: frame.drop(columns="process") for kind, frame in frames.items()}, meta, lost)
 
 
 def _without_kernels(graphs: pd.DataFrame, kernels: pd.DataFrame | None) -> pd.DataFrame:
@@ -82,7 +93,7 @@ class _Tables:
     def gpu(self, kind: str, table: str) -> pd.DataFrame | None:
         wanted = {
             "ts": ("start",), "end": ("end",), "device": ("deviceId",), "stream": ("streamId",),
-            "correlation": ("correlationId",),
+            "correlation": ("correlationId",), "process": ("globalPid",),
         }  # fmt: skip
         if kind == "kernel":
             wanted |= {
@@ -97,6 +108,7 @@ class _Tables:
         if rows is None or rows.empty:
             return None
         rows["dur"] = rows.pop("end") - rows["ts"]
+        rows["process"] = rows["process"] // _THREADS if "process" in rows else UNKNOWN
         if kind == "kernel":
             rows["name"] = self._named(rows["name"])
             for ours in ("grid", "block"):
@@ -122,7 +134,7 @@ class _Tables:
             return None
         rows = pd.concat(parts, ignore_index=True)
         rows["dur"] = rows.pop("end") - rows["ts"]
-        return rows.assign(name=self._named(rows["name"]))
+        return rows.assign(name=self._named(rows["name"]), process=rows["tid"] // _THREADS)
 
     def ranges(self) -> pd.DataFrame | None:
         """Ranges that the program annotated (NVTX), where they were recorded."""
@@ -135,7 +147,9 @@ class _Tables:
             texts = rows.get("text", pd.Series(UNKNOWN, rows.index, dtype=object))
             by_id = rows.get("textId", texts).map(self._texts)
             texts = texts.where(texts != UNKNOWN, by_id).fillna("").astype(str)
-            return rows[["ts", "tid"]].assign(name=text_column(texts.tolist()), dur=rows["end"] - rows["ts"])
+            return rows[["ts", "tid"]].assign(
+                name=text_column(texts.tolist()), dur=rows["end"] - rows["ts"], process=rows["tid"] // _THREADS
+            )
         return None
 
     def device(self) -> dict[str, Any]:
