@@ -32,6 +32,8 @@ OURS = families.load()
         ("void flash_fwd_kernel<Flash_fwd_kernel_traits<128>>", "dense_attention"),
         ("cutlass::Kernel2<cutlass_80_simt_sgemm_64x64_8x5_tn_align1>", "gemm_simt"),
         ("void smxx::decode::flash_fwd_mla_combine_kernel<cutlass::bfloat16_t, 512>(Params)", "sparse_attention"),
+        ("void fbgemm_gpu::split_embedding_codegen_forward_unweighted_kernel<c10::Half>(long)", "other"),
+        ("void at::native::vectorized_elementwise_kernel<4, fbgemm_gpu::_float_to_hfp8_gpu()>", "glue_elementwise"),
         ("void cudnn::detail::dgrad_engine<float, 512, 6, 5, 3, 3, 3, false>(int, int)", "gemm_simt"),
         ("void cudnn::winograd_nonfused::winogradForwardData4x4<float, float>()", "gemm_simt"),
         ("void cutlass_cudnn_infer::Kernel<cutlass_tensorop_s1688dgrad_optimized_tf32_64x128_32x3_nhwc>", "gemm"),
