@@ -24,14 +24,16 @@ node:7:7 [0] NCCL INFO AllReduce: 4096 Bytes -> Algo RING proto LL channel{Lo..H
 node:7:7 [0] NCCL INFO AllReduce: 67108864 Bytes -> Algo RING proto SIMPLE channel{Lo..Hi}={0..23}"""
 
 
-def test_two_processes_are_measured_and_recorded(tmp_path):
-    path = sweep.run(2, cases=["4KiB", "64KiB"], directory=tmp_path)
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_processes_are_measured_and_recorded(tmp_path, ranks):
+    path = sweep.run(ranks, cases=["4KiB", "64KiB"], directory=tmp_path)
     run = records.read("allreduce", tmp_path)
-    assert (path.name, [record.case for record in run]) == (run[0].file, ["n2_4KiB", "n2_64KiB"])
+    assert (path.name, [record.case for record in run]) == (run[0].file, [f"n{ranks}_4KiB", f"n{ranks}_64KiB"])
     assert list(tmp_path.iterdir()) == [path]
     for record, nbytes in zip(run, (4096, 65536), strict=True):
-        assert (record.impl, record.env.gpu, record.config["ranks"]) == ("gloo", None, 2)
-        assert record.work.bytes == comm.wire_bytes(nbytes, 2) and record.config["message_bytes"] == nbytes
+        assert (record.impl, record.env.gpu, record.config["ranks"]) == ("gloo", None, ranks)
+        assert record.method["calls"] == 1  # 16 in a row by 8 ranks on 2 cores would outlast the group's time
+        assert record.work.bytes == comm.wire_bytes(nbytes, ranks) and record.config["message_bytes"] == nbytes
         assert 0 < record.check["error"] <= record.check["tolerance"]
 
 
@@ -64,6 +66,7 @@ def test_setups_without_time_are_named_and_nothing_is_left(tmp_path):
     ("arguments", "complaint"),
     [
         (dict(ranks=1), "ranks must be at least 2 .* got 1"),
+        (dict(ranks=0), "ranks must be at least 2 .* got 0"),
         (dict(cases=["3KiB"]), "cases has no '3KiB'; known: 4KiB, .*64MiB"),
         (dict(impls=["nccl_ring"]), "impls has no 'nccl_ring'; known: gloo"),
     ],

@@ -4,10 +4,10 @@ import matplotlib
 import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
-from matplotlib.colors import to_hex
+from matplotlib.colors import to_hex, to_rgb
 
 from dsv4lab import records
-from dsv4lab.plot import figures, palette, style, tables
+from dsv4lab.plot import capture, figures, palette, profiles, style, tables
 from dsv4lab.roofline import Work
 
 US = {"stock_simt": {1: 280.0, 32: 3700.0}, "split_k": {1: 10.0, 32: 40.0}, "flashmla": {1: 12.5, 32: 20.0}}
@@ -175,6 +175,16 @@ def test_every_known_implementation_has_a_look_of_its_own_among_its_kind(kind):
     looks = [*kind.values(), palette.look("floor")]
     assert len({look.color for look in looks}) == len({look.marker for look in looks}) == len(looks)
     assert len({look.label for look in palette.LOOKS.values()}) == len(palette.LOOKS)
+
+
+@pytest.mark.parametrize("color", sorted({*profiles.COLORS.values(), *capture._COLORS.values()}))
+def test_text_can_be_read_on_the_colours_that_have_some(color):
+    def light(of: str) -> float:  # relative luminance, as WCAG has it
+        red, green, blue = (x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in to_rgb(of))
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue + 0.05
+
+    low, high = sorted((light(color), light(palette.ink_on(color))))
+    assert high / low >= 3
 
 
 def test_what_the_palette_does_not_know_is_drawn_like_its_kin():

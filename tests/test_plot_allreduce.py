@@ -29,9 +29,9 @@ def test_measured_times_know_their_link_and_their_bus_bandwidth():
     table = frames.measured_times(pd.DataFrame(columns))
     assert table["link"].tolist() == ["nvlink4", "pcie5_nominal"]
     assert table["bus_gb_per_s"].tolist() == pytest.approx([104.8576, 52.4288])
-    assert table["KiB"].tolist() == [1024, 1024]
+    assert table["KiB"].tolist() == [1024, 1024] and table["KiB"].dtype.kind == "i"  # is shown as 1024, not 1024.0
     assert table["model_us"].notna().tolist() == [True, False]  # of four channels the model knows nothing
-    panels = frames.lines(table.astype({"KiB": int}))
+    panels = frames.lines(table)
     assert {name: len(lines) for name, lines in panels.items()} == {"nvlink4, 2 GPUs": 2, "pcie5_nominal, 2 GPUs": 1}
     assert len(figures.lines_against(panels, "message (KiB)", "µs").axes) == 2
 

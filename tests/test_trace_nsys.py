@@ -83,6 +83,43 @@ def test_launches_copies_ranges_and_the_device_are_read_where_they_are(tmp_path,
     assert summary.idle(taken)["cause"].tolist() == ["waiting: the host was in a synchronisation", "unknown"]
 
 
+def test_what_is_null_costs_its_event_alone_and_no_digit_of_others(tmp_path):
+    torn, sound = kernel(10**18 + 1, 0, 1, 5), kernel(10**18 + 201, 10**18 + 301, 1, 6)
+    nameless = (*sound[:4], None, None, *sound[6:])
+    rows = [(torn[0], None, *torn[2:]), sound, nameless]
+    taken = trace.read(
+        export(
+            tmp_path / "a.sqlite",
+            StringIds=STRINGS,
+            CUPTI_ACTIVITY_KIND_KERNEL=(KERNEL.format(name="shortName"), rows),
+        )
+    )
+    assert taken.lost == {"GPU events of negative duration": 1}
+    assert taken.events[["ts", "dur"]].values.tolist() == [[10**18 + 201, 100]] * 2
+    assert taken.events["name"].tolist() == ["gemm_kernel", ""]
+
+
+def test_processes_with_the_same_correlations_and_devices_are_ranks(tmp_path):
+    first, second = 3 << 24, 9 << 24
+    ranges = [(0, 90, "step 0", first + 1), (0, 90, "step 0", second + 1), (95, 200, "step 1", second + 1)]
+    path = export(
+        tmp_path / "a.sqlite",
+        StringIds=STRINGS,
+        CUPTI_ACTIVITY_KIND_KERNEL=(
+            KERNEL.format(name="shortName") + ", globalPid INT",
+            [(*kernel(100, 200, 1, 5), first), (*kernel(150, 250, 2, 5), second)],
+        ),
+        CUPTI_ACTIVITY_KIND_RUNTIME=(
+            "start INT, end INT, globalTid INT, correlationId INT, nameId INT",
+            [(50, 60, first + 1, 5, 3), (140, 145, second + 1, 5, 3)],
+        ),
+        NVTX_EVENTS=("start INT, end INT, text TEXT, globalTid INT", ranges),
+    )
+    taken = trace.read(path)
+    assert taken.events[["rank", "launch_ts", "step"]].values.tolist() == [[0, 50, 0], [1, 140, 1]]
+    assert summary.by_device(taken)[["rank", "busy_ns", "exposed_ns"]].values.tolist() == [[0, 100, 0], [1, 100, 100]]
+
+
 GRAPH = "start INT, end INT, deviceId INT, graphId INT, streamId INT, correlationId INT"
 
 
@@ -121,6 +158,7 @@ def test_a_graph_with_its_kernels_is_not_counted_twice(tmp_path):
         (lambda path: export(path, other=("a INT", [])), "no GPU kernels in a.sqlite"),
         (lambda path: export(path, CUPTI_ACTIVITY_KIND_KERNEL=(KERNEL.format(name="shortName"), [])), "no GPU kernels"),
         (lambda path: export(path, CUPTI_ACTIVITY_KIND_KERNEL=("start INT", [(1,)])), "no sound Nsight Systems export"),
+        (lambda path: export(path, CUPTI_ACTIVITY_KIND_KERNEL=("other INT", [(1,)])), "no sound Nsight Systems export"),
         (lambda path: path.write_bytes(b"SQLite format 3\0" + b"x" * 5000), "no sound Nsight Systems export"),
     ],
 )

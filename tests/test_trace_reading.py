@@ -129,11 +129,14 @@ def test_a_bare_array_of_events_is_a_trace_too(tmp_path):
     path = tmp_path / "t.json"
     path.write_text(json.dumps([kernel("k", 1, 2)]))
     assert totals(path) == (1, 2000, 2000)
+    assert trace.read(path).lost == {}
 
 
 def test_one_odd_value_costs_no_event(lost):
     odd = kernel("odd", 1, 2, stream="default", correlation=None, grid="grid(100,)") | {"pid": "GPU"}
-    assert lost(around(json.dumps(odd), GOOD)) == ({}, ["odd", "good"], [2000, 2000])
+    bare = kernel("bare", 1, 2) | {"args": None}
+    texts = (json.dumps(odd), json.dumps(bare), GOOD)
+    assert lost(around(*texts)) == ({}, ["odd", "bare", "good"], [2000, 2000, 2000])
 
 
 def test_what_is_read_does_not_depend_on_the_chunks(monkeypatch):
@@ -265,6 +268,10 @@ def test_neighbours_that_overlap_on_a_stream_are_left_as_they_are(lost):
         (b'{"traceEvents": []}', "no GPU kernels in t.json"),
         (around(json.dumps(op("aten::add", 1, 2))).encode(), "no GPU kernels in t.json"),
         (around(json.dumps(event("gpu_memcpy", "Memcpy", 1, 2))).encode(), "no GPU kernels in t.json"),
+        (
+            around('{"ph": kernel}', json.dumps(op("aten::add", 1, 2))).encode(),
+            "no GPU kernels in t.json, 1 events that could not be read",
+        ),
         (gzip.compress(b"")[:12], "holds no traceEvents array"),
     ],
 )

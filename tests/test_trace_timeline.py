@@ -39,6 +39,14 @@ def test_the_busy_time_of_groups_is_that_of_each_alone():
         assert table[family] == timeline.busy(events)
 
 
+def test_one_event_far_from_the_others_costs_no_group_its_busy_time(tmp_path):
+    """The epoch in ns times a few groups is more than 64 bits hold."""
+    far = [kernel(f"k{i % 20}", 1712195495505583 + 3 * i, 4) for i in range(60)]
+    taken = trace.read(write(tmp_path / "t.json", [kernel("early", 1, 5, stream=9), *far]))
+    busy = summary.by(taken, "kernel").set_index("name")["busy_ns"]
+    assert busy.pop("early") == 5000 and (busy == 12_000).all()
+
+
 def test_kernels_and_ops_know_each_other_and_their_line_of_python(tmp_path):
     step = (
         Eager().run("aten::mm", 5, name="gemm").run("aten::linear > aten::mm", 9, name="gemm2").run("", 3, name="gemm")

@@ -77,7 +77,7 @@ def run(
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     on_gpus = gpus >= 2 and list(impls or ()) != ["gloo"]
-    ranks = ranks or (gpus if on_gpus else 2)
+    ranks = (gpus if on_gpus else 2) if ranks is None else ranks
     if not 2 <= ranks <= (gpus if on_gpus else 64):
         most = f"the {gpus} GPUs" if on_gpus else "64 processes"
         raise ValueError(f"ranks must be at least 2 and at most {most}, got {ranks}")

@@ -28,7 +28,7 @@ def measured_times(frame: pd.DataFrame) -> pd.DataFrame:
     p90; the link is NVLink where the driver calls it NV..., else nominal PCIe. What the model does not know has NaN.
     """
     names = {"message_bytes": "KiB", "median_us": "us", "p10_us": "p10", "p90_us": "p90"}
-    found = frame.rename(columns=names).assign(KiB=frame["message_bytes"] / KIB)
+    found = frame.rename(columns=names).assign(KiB=frame["message_bytes"].astype(int) // KIB)
     nvlink = frame["link"].astype(str).str.startswith("NV")
     found["link"] = nvlink.map({True: "nvlink4", False: "pcie5_nominal"})
     found["bus_gb_per_s"] = 1e-3 * frame["bytes"] / frame["median_us"]

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from dsv4lab.plot.palette import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION, look
+from dsv4lab.plot.palette import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION, ink_on, look
 from dsv4lab.plot.style import styled
 from dsv4lab.trace import read
 
@@ -115,7 +115,7 @@ def _squares(axes: Axes, cells: pd.DataFrame, rows: list, columns: list) -> None
             axes.add_patch(Rectangle((column - 0.46, row - 0.44), 0.92, 0.88, facecolor=color, linewidth=0))
             code = cell["cuda_code"]
             text = {CAPTURED: "ok", WRONG: "≠"}.get(cell["outcome"], "–" if pd.isna(code) else f"{code:.0f}")
-            axes.text(column, row, text, ha="center", va="center", fontsize=8, color="white")
+            axes.text(column, row, text, ha="center", va="center", fontsize=8, color=ink_on(color))
     axes.set_xlim(-0.5, len(columns) - 0.5)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_yticks(range(len(rows)), [f"{mode}, {int(graphs)}" for mode, graphs in rows], fontsize=8)

@@ -8,6 +8,12 @@ BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 BLUE, VERMILLION, PURPLE, GREY = "#0072B2", "#D55E00", "#CC79A7", "#777777"
 
 
+def ink_on(color: str) -> str:
+    """Black or white, whichever can be read on the colour."""
+    red, green, blue = to_rgb(color)
+    return "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.5 else "black"
+
+
 @dataclass(frozen=True)
 class Look:
     """How one implementation is named and drawn."""

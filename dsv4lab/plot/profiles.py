@@ -5,10 +5,9 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import pandas as pd
-from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
-from dsv4lab.plot.palette import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION
+from dsv4lab.plot.palette import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION, ink_on
 from dsv4lab.plot.style import styled
 from dsv4lab.trace import Trace, read, reduced, steps, suspects
 
@@ -68,11 +67,10 @@ def stacked(bars: pd.DataFrame, titles: Mapping[str, str], xlabel: str, title: s
 
 def _label(axes: plt.Axes, values: pd.Series, left: pd.Series, totals: pd.Series, color: str) -> None:
     """Percentages inside the parts that have room for them."""
-    ink = "white" if sum(to_rgb(color)) < 1.6 else "black"
     for number, (value, start, total) in enumerate(zip(values, left, totals, strict=True)):
         if value >= 3 * SMALL * totals.max():
             share = f"{100 * value / total:.0f}%"
-            axes.text(start + value / 2, number, share, ha="center", va="center", color=ink, fontsize=8)
+            axes.text(start + value / 2, number, share, ha="center", va="center", color=ink_on(color), fontsize=8)
 
 
 def stages(names: Iterable[str], mode: reduced.Mode, directory: Path | str | None = None) -> dict[str, Trace]:

@@ -166,7 +166,7 @@ def _all_reduce(rows: pd.DataFrame) -> str:
     nbytes = comm.step(batch, 8)[0].nbytes
     best = min(allreduce.fitted(hosts, impl).time_s(nbytes) for impl in ("nccl_ring_ll", "nccl_ring_simple"))
     times = number(campaign.loc[batch, "each_us"] / (1e6 * best))
-    return f"by the model {times}x what the slowest reported host needs; {NOT_YET}"
+    return f"{times}x what the slowest reported host needs; {NOT_YET}"
 
 
 def stages(rows: pd.DataFrame, frames: Mapping[str, pd.DataFrame]) -> tuple[pd.DataFrame, pd.DataFrame]:

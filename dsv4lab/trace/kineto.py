@@ -78,7 +78,7 @@ class _Event(msgspec.Struct, gc=False):
     tid: int | float | str | None = None
     ts: msgspec.Raw = _RAW
     dur: msgspec.Raw = _RAW
-    args: _Args = _NO_ARGS
+    args: _Args | None = None
 
 
 _EVENTS = msgspec.json.Decoder(list[_Event])
@@ -215,7 +215,9 @@ class _Tables:
                 dur=nanoseconds([event.dur for event in of_kind]),
                 name=self._codes["text"].encode([event.name or "" for event in of_kind]),
             )
-            (self._add_gpu if kind in _GPU else self._add_cpu)(kind, of_kind, [event.args for event in of_kind])
+            (self._add_gpu if kind in _GPU else self._add_cpu)(
+                kind, of_kind, [event.args or _NO_ARGS for event in of_kind]
+            )
 
     def _put(self, kind: str, **columns: np.ndarray) -> None:
         for name, values in columns.items():
@@ -283,8 +285,8 @@ def _compact(array: bytes) -> str:
 
 
 def _meta(head: bytes, tail: bytes | None, lost: Counter[str]) -> dict[str, Any]:
-    """What the file says around its events; the part before them alone if the end is missing."""
-    for text_around in (head + b"]" + (tail or b"}").rstrip(b", \r\n\t"), head + b"]}"):
+    """What the file says around its events; the part before them alone if the end is missing, nothing in an array."""
+    for text_around in (head + b"]" + (tail or b"}").rstrip(b", \r\n\t"), head + b"]}", head + b"]"):
         try:
             found = json.loads(text_around, strict=False)
         except ValueError:

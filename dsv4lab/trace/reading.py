@@ -22,7 +22,9 @@ def read(source: Path | str, rules: Path | None = None, capture: Path | None = N
     known = families.load(rules)
     trace = steps.cut(_merged(Path(source)))
     if not (trace.events["kind"] == "kernel").any():
-        raise TraceError(f"no GPU kernels in {Path(source).name}: was the profiler told to record CUDA activities?")
+        lost = "".join(f", {count:,} {what}" for what, count in trace.lost.items())
+        ask = "was the profiler told to record CUDA activities?"
+        raise TraceError(f"no GPU kernels in {Path(source).name}{lost}: {ask}")
     if capture is not None:
         trace = attribution.joined(trace, steps.cut(_merged(Path(capture))))
     return families.classified(trace, known)

@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 
 from dsv4lab.trace import summary
+from dsv4lab.trace.case import many
 from dsv4lab.trace.compare import comparable, compared
 from dsv4lab.trace.frames import Trace
 from dsv4lab.trace.suspects import BLIND, NEED_SHAPES, Suspect, find, table, unseen
@@ -129,7 +130,7 @@ def _steps(found: pd.DataFrame) -> Iterator[Section]:
         f"step {row.step} of rank {row.rank} is partial: {row.events:,} events, the profiler has not the rest"
         for row in found[found["partial"]].itertuples()
     )
-    yield Section(f"{len(found)} steps: busy for {busy} µs and {events:,.0f} events at the median", partial)
+    yield Section(f"{many(len(found), 'step')}: busy for {busy} µs and {events:,.0f} events at the median", partial)
 
 
 def _groups(groups: pd.DataFrame, titles: dict[str, str]) -> pd.DataFrame:

@@ -48,11 +48,12 @@ def busy_by(events: pd.DataFrame, codes: np.ndarray, groups: int) -> np.ndarray:
         return np.zeros(groups, dtype=np.int64)
     device = events.groupby(["rank", "device"]).ngroup().to_numpy(np.int64)
     lanes = codes.astype(np.int64) * (device.max() + 1) + device
-    ts, dur = events["ts"].to_numpy(), events["dur"].to_numpy()
-    span = int((ts + dur).max() - ts.min()) + 1  # each lane gets a stretch of time of its own
-    starts, ends = union(lanes * span + (ts - ts.min()), dur)
-    total = np.zeros(groups, dtype=np.int64)
-    np.add.at(total, starts // span // (device.max() + 1), ends - starts)
+    order = np.lexsort((events["ts"], lanes))
+    lanes, ts, dur = lanes[order], events["ts"].to_numpy()[order], events["dur"].to_numpy()[order]
+    reach = pd.Series(ts + dur).groupby(lanes).cummax()
+    before = reach.groupby(lanes).shift(fill_value=np.iinfo(np.int64).min).to_numpy()
+    total = np.zeros(groups, dtype=np.int64)  # of each event what it adds to those before it
+    np.add.at(total, lanes // (device.max() + 1), np.maximum(0, ts + dur - np.maximum(ts, before)))
     return total
 
 
