@@ -86,7 +86,8 @@ def test_what_the_user_got_wrong_is_one_line_and_status_2(server, capsys, args, 
 
 
 @pytest.mark.parametrize(
-    ("error", "code"), [(ServeError("topk=triton is live on no rank"), 1), (ValueError("port"), 2)]
+    ("error", "code"),
+    [(ServeError("topk=triton is live on no rank"), 1), (ValueError("port"), 2), (PermissionError("no /out"), 2)],
 )
 def test_a_start_that_fails_has_a_status(server, capsys, error, code):
     server.error = error

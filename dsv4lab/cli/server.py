@@ -69,7 +69,7 @@ def serve(
     except launch.ServeError as error:
         print(f"dsv4lab: {error}", file=sys.stderr)
         return 1
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise UsageError(str(error)) from error
 
 
