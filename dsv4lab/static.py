@@ -3,7 +3,7 @@
 A launch is compiled exactly as it would be on the device (same specialisation of every argument) through a driver that
 only names a target. Works on a CPU with CPU tensors, but not under TRITON_INTERPRET=1, which replaces the compiler.
 
-    TRITON_INTERPRET=0 python -m dsv4lab.static sparse_mla      # writes records/static/sparse_mla.json
+    TRITON_INTERPRET=0 python -m dsv4lab.static sparse_mla      # writes records/static/sparse_mla_<UTC>.json
 """
 
 import json
@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
 
@@ -102,15 +103,19 @@ def cards(stem: str) -> dict:
 
 
 def path(stem: str) -> Path:
-    """Where the committed cards of a module lie."""
-    return records.root() / "static" / f"{stem}.json"
+    """The newest cards of a module; ValueError if it has none. Cards are never rewritten; the first had no date."""
+    folder = records.root() / "static"
+    found = [*folder.glob(f"{stem}.json"), *folder.glob(f"{stem}_[0-9]*Z.json")]
+    if not found:
+        raise ValueError(f"stem {stem!r} has no cards in records/static: python -m dsv4lab.static {stem} makes them")
+    return max(found, key=lambda each: each.stem)
 
 
 def main() -> None:
     os.environ[tuned.VARIABLE] = ""  # cards are of the shipped configs
     (stem,) = sys.argv[1:] or sys.exit("usage: python -m dsv4lab.static STEM")
     found = {"triton": triton.__version__, "cards": cards(stem)}
-    target = path(stem)
+    target = records.root() / "static" / f"{stem}_{datetime.now(UTC):%Y%m%dT%H%M%SZ}.json"
     target.parent.mkdir(exist_ok=True)
     write_atomically(target, json.dumps(found, indent=1) + "\n")
     print(target)

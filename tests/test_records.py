@@ -181,7 +181,7 @@ def test_a_serving_record_has_a_check_of_its_own():
         ({"config": {"note": {"deep": ["see ~/notes"]}}}, "config.note.deep"),
         ({"method": {"file": "C:\\lab\\x"}}, "method.file"),
         ({"method": {"/root": 1}}, "method"),
-        ({"env": {"torch": "2.11 (file:/work/x)"}}, "torch"),
+        ({"env": {"torch": "2.11 (file:/srv/x)"}}, "torch"),
     ],
 )
 def test_absolute_paths_are_refused(changes, field):

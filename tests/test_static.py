@@ -61,3 +61,14 @@ def test_the_interpreter_is_refused():
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert run.returncode and "TRITON_INTERPRET" in run.stderr
+
+
+def test_the_newest_cards_count_and_older_ones_stay(tmp_path, monkeypatch):
+    monkeypatch.setattr(static.records, "root", lambda: tmp_path)
+    folder = tmp_path / "static"
+    folder.mkdir()
+    with pytest.raises(ValueError, match="stem 'topk' has no cards in records/static"):
+        static.path("topk")
+    for name in ("topk", "topk_20261129T185700Z", "topk_20261130T000000Z", "topk_more_20271130T000000Z"):
+        (folder / f"{name}.json").touch()
+    assert static.path("topk").name == "topk_20261130T000000Z.json"

@@ -32,7 +32,7 @@ class Choice:
         return self.single if next_n == 1 else self.several
 
 
-COMPILED = "records/static/mqa_logits.json"
+COMPILED = "records/static/mqa_logits_20261129T183100Z.json"
 """No such GPU has been measured: what the compiler makes without a spill, as many programs as an SM's shared memory
 holds."""
 
