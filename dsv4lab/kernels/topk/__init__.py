@@ -4,8 +4,8 @@
     out[row]  = page_tables[row, position // page_size] * page_size + position % page_size, ascending, then -1
 
 Exact and deterministic: bitwise the same in every run, every tensor-parallel rank and every graph replay. One launch: a
-row costs one read of its own scores and 33% more for group maxima, then a walk down the maxima by one program; rows of
-k or fewer scores are not read. Nothing touches the width past a row's end, but for what lies with its last score in 16
+row costs one read of its own scores, shared out, and a search in a few thousand of them by one program, for k up to 512;
+one of more, or one that a sample misleads, a walk down group maxima instead. Rows of k or fewer scores are not read. Nothing touches the width past a row's end, but for what lies with its last score in 16
 bytes. NaN ranks below -inf and -0.0 equals 0.0. It takes the arguments of SGLang's `topk_transform_512`, with k up to
 2048; it replaces there, and as a peer here, `torch.topk`, which reads the whole width.
 
@@ -53,8 +53,8 @@ CANDIDATES = {f"triton_{c.name}": ("triton", c) for c in SWEEP}
 
 
 def workspace_shape(rows: int, width: int, k: int) -> tuple[int, int]:
-    """Shape of the int32 workspace for scores [rows, width]: a row's maxima, a list of groups, a count of arrivals."""
-    return rows, maxima_ints(width) + list_length(k) + ARRIVALS
+    """Shape of the int32 workspace for scores [rows, width]: marks or maxima, a list of groups, a count of arrivals."""
+    return rows, maxima_ints(width) + 2 * list_length(k) + ARRIVALS
 
 
 def launches(

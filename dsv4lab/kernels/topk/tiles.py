@@ -1,4 +1,4 @@
-"""The Triton kernel of the top-k: maxima of groups of scores, then one program a row that follows them down.
+"""The Triton kernel of the top-k: marks or maxima of groups of scores, then one program a row that follows them down.
 
 A row of n scores is a tree of maxima: each group of 4, 16, 64 and 256 scores by its largest key. The k largest scores
 lie in the k groups with the largest maxima, ties going to the lower group (whatever beats a group's maximum beats all
@@ -7,8 +7,12 @@ The threshold that keeps them is searched by counting keys held in registers, an
 between k and LIST, which the threshold of the level before often does; only the last level needs the k-th largest
 exactly. What a row costs depends on its scores by the number of search steps alone.
 
-The programs of a row share out its maxima, and the last to finish goes on to select; which one that is changes nothing.
-A row of no more than 4 * LIST scores needs no maxima: its first program selects, the others leave.
+Long rows mostly do without: every program reads the same sample of the row, takes a score from it that about LIST
+groups of 4 should reach, and marks those in its share that do, by a bit each. If at least k are marked and the next
+tile has room for all, they hold the k largest; a row that the sample misleads, one in some hundred, gets its maxima then.
+
+The programs of a row share out its marks or maxima, and the last to finish goes on to select; which one that is changes
+nothing. A row of no more than 4 * LIST scores needs neither: its first program selects, the others leave.
 """
 
 import triton
@@ -36,12 +40,53 @@ def _whole(t, n, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def _store_all_maxima(x, levels, n, units, BLOCK: tl.constexpr, STAGES: tl.constexpr, ALIGNED: tl.constexpr):
-    """This program's share of the row's maxima."""
-    for first in tl.range(tl.program_id(1) * BLOCK, n, tl.num_programs(1) * BLOCK, num_stages=STAGES):
+def _store_all_maxima(
+    x, levels, n, units, share, shares, BLOCK: tl.constexpr, STAGES: tl.constexpr, ALIGNED: tl.constexpr
+):
+    """One of `shares` of the row's maxima."""
+    for first in tl.range(share * BLOCK, n, shares * BLOCK, num_stages=STAGES):
         t = first + tl.arange(0, BLOCK)
         scores = tl.load(x + t, mask=_whole(t, n, ALIGNED), other=0.0)
         store_maxima(levels, tl.where(t < n, scores, float("nan")), first, n, units, BLOCK)
+
+
+@triton.jit
+def _bits(w):
+    """How many bits of each uint32 are set."""
+    w -= (w >> 1) & 0x55555555
+    w = (w & 0x33333333) + ((w >> 2) & 0x33333333)
+    return ((((w + (w >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit
+def _mark(x, words, n, cut, BLOCK: tl.constexpr, STAGES: tl.constexpr, ALIGNED: tl.constexpr):
+    """This program's share of the row's marks: bit g of word w is set if a score of group 32 * w + g reaches `cut`."""
+    for first in tl.range(tl.program_id(1) * BLOCK, n, tl.num_programs(1) * BLOCK, num_stages=STAGES):
+        t = first + tl.arange(0, BLOCK)
+        scores = tl.load(x + t, mask=_whole(t, n, ALIGNED), other=0.0)
+        reached = tl.reshape(((scores >= cut) & (t < n)).to(tl.int32), (BLOCK // 128, 32, 4))
+        marks = tl.sum(tl.max(reached, 2) << tl.arange(0, 32)[None, :], 1)
+        at = first // 128 + tl.arange(0, BLOCK // 128)
+        tl.store(words + at, marks, mask=at * 128 < n)
+
+
+@triton.jit
+def _marked(words, groups, n, ROOM: tl.constexpr):
+    """Writes the list of groups marked, in order, as far as it has room; how many there are."""
+    found = 0
+    for first in tl.range(0, tl.cdiv(n, 128), ROOM):
+        at = first + tl.arange(0, ROOM)
+        left = tl.load(words + at, mask=at * 128 < n, other=0).to(tl.uint32, bitcast=True)
+        many = _bits(left)
+        place = found + tl.cumsum(many, 0) - many
+        for _ in tl.range(0, tl.max(many)):
+            rest = left & (left - 1)  # without the lowest bit set
+            tl.store(groups + place, at * 32 + _bits((left ^ rest) - 1), mask=(left != 0) & (place < ROOM))
+            left = rest
+            place += 1
+        found += tl.sum(many)
+    tl.debug_barrier()  # what comes next reads what other threads have written
+    return found
 
 
 @triton.jit
@@ -147,6 +192,19 @@ def _keep(groups, keys, ids, live, lo, hi, k, LIST: tl.constexpr):
 
 
 @triton.jit
+def _guess(x, n, k, LIST: tl.constexpr):
+    """The key that LIST to 1.2 * LIST of the row's groups of 4 should reach, from LIST of them; `LOWEST`: no telling."""
+    want = LIST * LIST // tl.cdiv(n, 4)
+    if (want < 12) | (2 * k > LIST):
+        return LOWEST + tl.zeros([], tl.int32)
+    group = tl.arange(0, LIST)[:, None] * (n // (4 * LIST))
+    keys = tl.max(score_key(tl.load(x + group * 4 + tl.arange(0, 4)[None, :])), 1)
+    most = want + want // 8 + 1
+    _, sure, reached = _threshold(keys, tl.min(keys), tl.max(keys), want, most)
+    return tl.where(reached < want, LOWEST, sure)  # fewer than wanted: as many again are tied
+
+
+@triton.jit
 def _coarsest(maxima, n, units, LIST: tl.constexpr):
     """Maxima over 256 scores from those over 64."""
     p = tl.arange(0, LIST)
@@ -181,13 +239,13 @@ def _write_all(out, raw, n, k, pages, K: tl.constexpr, PAGE: tl.constexpr, RAW: 
 def _select_k(
     x, parent, some, n, lo, hi, k, pages, out, raw, PAGE: tl.constexpr, RAW: tl.constexpr, ALIGNED: tl.constexpr
 ):
-    """Writes the k largest of the scores in groups of 4. lo, hi: as for `_threshold`, or with lo > hi unknown."""
+    """Writes the k largest of the scores in groups of 4. lo, hi: as for `_threshold`; `LOWEST` if not known."""
     ids, live = _children(parent, some, n)
     scores = tl.load(x + ids, mask=some & _whole(ids, n, ALIGNED), other=0.0)
     page = _pages_of(pages, parent, some & (parent * 4 < n), ids, live, PAGE)  # asked for now, needed after the search
     keys = tl.where(live, score_key(scores), LOWEST)
-    if lo > hi:
-        lo = tl.min(tl.where(live, keys, 0x7FFFFFFF))
+    if hi == LOWEST:
+        lo = tl.maximum(lo, tl.min(tl.where(live, keys, 0x7FFFFFFF)))
         hi = tl.max(keys)
     lo, sure, reached = _threshold(keys, lo, hi, k, k)
     chosen, place = _take(keys, ids, live, lo, sure, reached, k)
@@ -212,7 +270,7 @@ def topk_kernel(
 ):  # fmt: skip
     """Grid (rows, programs): the positions of a row's k largest scores, in ascending order, through its page table.
 
-    The row of `maxima` is followed by a list of LIST int32 for the groups kept; at `arrivals` it counts the programs
+    The row of `maxima` is followed by a list of 2 * LIST int32 for the groups kept; at `arrivals` it counts the programs
     that are done. READY: the maxima are there, and one program a row is enough.
     """
     TILE: tl.constexpr = 4 * LIST
@@ -229,7 +287,7 @@ def topk_kernel(
                 _write_all(out, raw, n, k, pages, LIST, PAGE, RAW)
             else:
                 group, some = _kept(table, -1, LIST // 2)
-                _select_k(x, group, some, n, 1, 0, k, pages, out, raw, PAGE, RAW, ALIGNED)
+                _select_k(x, group, some, n, LOWEST, LOWEST, k, pages, out, raw, PAGE, RAW, ALIGNED)
         return
 
     levels = tl.multiple_of(maxima + row.to(tl.int64) * (maxima_stride * 4), 16)
@@ -238,13 +296,25 @@ def topk_kernel(
         if tl.program_id(1) > 0:
             return
     elif not READY:
-        _store_all_maxima(x, levels, n, units, BLOCK, STAGES, ALIGNED)
+        cut = _guess(x, n, k, LIST) if LIST == 1024 else LOWEST
+        if cut > LOWEST:
+            _mark(x, levels, n, flip(cut).to(tl.float32, bitcast=True), BLOCK, STAGES, ALIGNED)
+        else:
+            _store_all_maxima(x, levels, n, units, tl.program_id(1), tl.num_programs(1), BLOCK, STAGES, ALIGNED)
         if not _finished_last(levels + arrivals):
             return
+        if cut > LOWEST:
+            marked = _marked(levels, groups, n, 2 * LIST)
+            if (marked >= k) & (marked <= 2 * LIST):
+                group, some = _kept(groups, marked, 2 * LIST)
+                _select_k(x, group, some, n, cut, LOWEST, k, pages, out, raw, PAGE, RAW, ALIGNED)
+                return
+            _store_all_maxima(x, levels, n, units, 0, 1, BLOCK, STAGES, ALIGNED)
+            tl.debug_barrier()
     elif n > 64 * TILE:
         _coarsest(levels, n, units, LIST)
     kept = -1
-    lo, hi = 1, 0
+    lo, hi = LOWEST, LOWEST
     level = (n > TILE).to(tl.int32) + (n > 4 * TILE).to(tl.int32) + (n > 16 * TILE).to(tl.int32)
     level += (n > 64 * TILE).to(tl.int32)
     while level > 0:  # of groups of 4 ** level scores
