@@ -3,11 +3,12 @@
     positions = of the k largest of scores[row, :seq_lens[row]], equal ones by position; all if there are k or fewer
     out[row]  = page_tables[row, position // page_size] * page_size + position % page_size, ascending, then -1
 
-Exact and deterministic: bitwise the same in every run, every tensor-parallel rank and every graph replay. One launch: a
-row costs one read of its own scores, shared out, and a search in a few thousand of them by one program, for k up to 512;
-one of more, or one that a sample misleads, a walk down group maxima instead. Rows of k or fewer scores are not read. Nothing touches the width past a row's end, but for what lies with its last score in 16
-bytes. NaN ranks below -inf and -0.0 equals 0.0. It takes the arguments of SGLang's `topk_transform_512`, with k up to
-2048; it replaces there, and as a peer here, `torch.topk`, which reads the whole width.
+Exact and deterministic: bitwise the same in every run, every tensor-parallel rank and every graph replay. One launch.
+For k up to 512 a row costs one read of its own scores, shared out, and a search in a few thousand of them by one
+program; for more, or where a sample of the row misleads, a walk down group maxima. Rows of k or fewer scores are not
+read. Nothing touches the width past a row's end, but for what lies with its last score in 16 bytes. NaN ranks below
+-inf and -0.0 equals 0.0. It takes the arguments of SGLang's `topk_transform_512`, with k up to 2048; it replaces there,
+and as a peer here, `torch.topk`, which reads the whole width.
 
 Implementations: `triton`; `torch`: `torch.topk` alone, on rows whose tail holds -inf, without the page mapping.
 """

@@ -9,10 +9,10 @@ exactly. What a row costs depends on its scores by the number of search steps al
 
 Long rows mostly do without: every program reads the same sample of the row, takes a score from it that about LIST
 groups of 4 should reach, and marks those in its share that do, by a bit each. If at least k are marked and the next
-tile has room for all, they hold the k largest; a row that the sample misleads, one in some hundred, gets its maxima then.
+tile has room for all, they hold the k largest; a row that the sample misleads, one in some hundred, gets its maxima.
 
-The programs of a row share out its marks or maxima, and the last to finish goes on to select; which one that is changes
-nothing. A row of no more than 4 * LIST scores needs neither: its first program selects, the others leave.
+The programs of a row share out its marks or maxima, and the last to finish goes on to select; which one that is
+changes nothing. A row of no more than 4 * LIST scores needs neither: its first program selects, the others leave.
 """
 
 import triton
@@ -193,7 +193,7 @@ def _keep(groups, keys, ids, live, lo, hi, k, LIST: tl.constexpr):
 
 @triton.jit
 def _guess(x, n, k, LIST: tl.constexpr):
-    """The key that LIST to 1.2 * LIST of the row's groups of 4 should reach, from LIST of them; `LOWEST`: no telling."""
+    """The key that LIST to 1.2 * LIST of the row's groups of 4 should reach, by LIST of them; `LOWEST`: no telling."""
     want = LIST * LIST // tl.cdiv(n, 4)
     if (want < 12) | (2 * k > LIST):
         return LOWEST + tl.zeros([], tl.int32)
@@ -270,8 +270,8 @@ def topk_kernel(
 ):  # fmt: skip
     """Grid (rows, programs): the positions of a row's k largest scores, in ascending order, through its page table.
 
-    The row of `maxima` is followed by a list of 2 * LIST int32 for the groups kept; at `arrivals` it counts the programs
-    that are done. READY: the maxima are there, and one program a row is enough.
+    The row of `maxima` is followed by a list of 2 * LIST int32 for the groups kept; at `arrivals` it counts the
+    programs that are done. READY: the maxima are there, and one program a row is enough.
     """
     TILE: tl.constexpr = 4 * LIST
     row = tl.program_id(0)
