@@ -315,11 +315,11 @@ def test_bad_outputs_and_workspaces_are_named():
     refused(r"out_raw_indices must be int32 \[2, 37\]", out_raw_indices=out[:1])
     refused("maxima_ready needs the workspace", maxima_ready=True)
     refused(
-        r"workspace must be int32, at least \[2, 2316\]",
-        workspace=torch.empty(2, 2312, dtype=torch.int32, device=DEVICE),
+        r"workspace must be int32, at least \[2, 1292\]",
+        workspace=torch.empty(2, 1288, dtype=torch.int32, device=DEVICE),
     )
     refused(
-        "workspace must have rows at multiples of 16", workspace=torch.empty(2, 2317, dtype=torch.int32, device=DEVICE)
+        "workspace must have rows at multiples of 16", workspace=torch.empty(2, 1293, dtype=torch.int32, device=DEVICE)
     )
     with pytest.raises(ValueError, match=r"impl must be one of torch, triton, got 'fast'"):
         topk.prepare("fast", call)
