@@ -1,4 +1,5 @@
 import ast
+import functools
 import importlib.metadata
 import inspect
 import os
@@ -40,7 +41,7 @@ def test_a_setting_says_what_is_active():
         ("attention=", "'attention=' must read name=value"),
         (
             "atention=mma",
-            "there is no 'atention'; known: attention, indexer, topk, mhc, sm120_path, weights, tables, version",
+            "there is no 'atention'; known: attention, indexer, topk, mhc, sm120_path, weights, tables, twice, version",
         ),
         ("attention=flash", "attention must be one of stock, simt, mma, split_k, got 'flash'"),
         ("topk=triton,topk=stock", "topk is given twice"),
@@ -320,6 +321,24 @@ def test_a_hook_leaves_a_receipt_of_its_first_call(monkeypatch, sglang, tmp_path
     (live,) = [receipt for receipt in receipts.read(tmp_path) if receipt.kind == "live"]
     assert (live.hook, live.impl, live.rank, live.pid) == ("topk", "triton", 0, os.getpid())
     assert live.arguments["0"] == "float32[2, 600]" and live.arguments["3"] == "int32[2, 512]"
+
+
+def test_attention_tells_of_its_heads_and_runs_before_sglangs_where_both_are_asked_for(monkeypatch, sglang, tmp_path):
+    sglang("0.5.14", sm120=True)
+    target, seen = releases.RELEASES["0.5.14"].attention.targets[0], []
+    owner, name = plugin_owner(f"sglang.{target}")
+    stock_one = getattr(owner, name)
+    setattr(owner, name, functools.wraps(stock_one)(lambda **call: seen.append(call["q"].shape)))
+    assert registered(monkeypatch, "attention=split_k,twice=padded") == ""
+    (call,) = sparse_mla.make_inputs(sparse_mla.Case("small", 2, 16, window=64, topk=0), device="cpu")
+    monkeypatch.setattr(adapters._call, "heads", 8, raising=False)
+    out, lse = found(target)(**vars(call), head_dim_v=512)
+    assert out.shape == (2, 1, 16, 512) and lse is None and seen == [(2, 1, 16, 512)]
+    live = {receipt.hook: receipt for receipt in receipts.read(tmp_path) if receipt.kind == "live"}
+    assert live.keys() == {"attention", "twice"}
+    assert live["attention"].arguments["q"] == "bfloat16[2, 1, 16, 512]"
+    assert live["attention"].arguments["q of this rank"] == "bfloat16[2, 1, 8, 512]"
+    assert "needs an attention of ours" in registered(monkeypatch, "twice=padded")
 
 
 def test_random_weights_are_drawn_where_sglang_draws_its_dummy_ones(monkeypatch, sglang, tmp_path):

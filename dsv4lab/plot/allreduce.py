@@ -29,8 +29,7 @@ def measured_times(frame: pd.DataFrame) -> pd.DataFrame:
     """
     names = {"message_bytes": "KiB", "median_us": "us", "p10_us": "p10", "p90_us": "p90"}
     found = frame.rename(columns=names).assign(KiB=frame["message_bytes"].astype(int) // KIB)
-    nvlink = frame["link"].astype(str).str.startswith("NV")
-    found["link"] = nvlink.map({True: "nvlink4", False: "pcie5_nominal"})
+    found["link"] = [comm.link_of(topology).name for topology in frame["link"]]
     found["bus_gb_per_s"] = 1e-3 * frame["bytes"] / frame["median_us"]
     return with_model(found)
 

@@ -137,6 +137,17 @@ def attention(impl: str, rank: Callable[[], int] | None = None) -> Callable:
     return flash_mla_with_kvcache_sm120
 
 
+def twice(ours: Callable) -> Callable:
+    """Around SGLang's attention: `ours`, and after it SGLang's own on the same call, for nothing but its time."""
+
+    def both(original: Callable, **call: Any) -> Any:
+        result = ours(**call)
+        original(**call)
+        return result
+
+    return both
+
+
 def indexer(impl: str) -> Callable:
     """`fp8_paged_mqa_logits_torch_sm120` and its relatives."""
 

@@ -73,7 +73,8 @@ def install(setting: Setting, installed: str) -> None:
 
 
 def _asked(setting: Setting, release: Release) -> Iterator[tuple[str, Hook]]:
-    yield from ((name, getattr(release, name)) for name in setting.active if name != "sm120_path")
+    hooked = setting.active.keys() - {"sm120_path", "twice"}
+    yield from ((name, getattr(release, name)) for name in setting.active if name in hooked)
 
 
 def _replacements(setting: Setting, release: Release, installed: str) -> Iterator[tuple[str, Callable, bool]]:
@@ -85,8 +86,12 @@ def _replacements(setting: Setting, release: Release, installed: str) -> Iterato
     if setting.attention != settings.STOCK:
         rank = _resolve(release.rank_function) if release.rank_function else None
         yield release.layer_forward, adapters.note_layer, True
+        own = lambda seen: {"q of this rank": seen["q"][:, :, adapters.own_heads(seen["q"].shape[2], rank)]}  # noqa: E731
         ours = adapters.attention(setting.attention, rank)
-        yield release.attention.targets[0], _proven("attention", setting.attention, installed, ours), False
+        ours = _proven("attention", setting.attention, installed, ours, also=own)
+        if setting.twice != settings.STOCK:
+            ours = _proven("twice", setting.twice, installed, adapters.twice(ours))
+        yield release.attention.targets[0], ours, setting.twice != settings.STOCK
     if setting.sm120_path != settings.STOCK:  # that the sm_120 attention is called is the proof of the path
         stock = setting.attention == settings.STOCK
         call = lambda original, *a, **k: original(*a, **k)  # noqa: E731
@@ -134,8 +139,11 @@ def _select_path(name: str, impl: str, hook: Hook) -> None:
         os.environ[variable] = wanted
 
 
-def _proven(hook: str, impl: str, installed: str, function: Callable, compiled: bool = False) -> Callable:
-    """`function`, which leaves a receipt when its first call has returned.
+def _proven(
+    hook: str, impl: str, installed: str, function: Callable, compiled: bool = False,
+    also: Callable[[dict[str, Any]], dict[str, Any]] = lambda seen: {},
+) -> Callable:  # fmt: skip
+    """`function`, which leaves a receipt when its first call has returned, with its arguments and what is `also` seen.
 
     torch.compile leaves it alone, unless `compiled`: what it calls may then be compiled.
     """
@@ -148,7 +156,7 @@ def _proven(hook: str, impl: str, installed: str, function: Callable, compiled: 
         if not done:
             done = True
             seen = {str(place): value for place, value in enumerate(args)} | kwargs
-            receipts.write(_receipt("live", hook, impl, installed, seen))
+            receipts.write(_receipt("live", hook, impl, installed, seen | also(seen)))
         return result
 
     return import_module("torch").compiler.disable(called, recursive=not compiled)
