@@ -53,5 +53,6 @@ def compiled(tmp_path):
         environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": root}
         done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment)
         assert done.returncode == 0, done.stderr[-3000:]
+        return done.stdout
 
     return run

@@ -14,7 +14,9 @@ import torch
 
 from dsv4lab import tuned
 from dsv4lab.kernels import hc_pre, mqa_logits, sparse_mla, topk
-from dsv4lab.serving import adapters, contracts, plugin, receipts, releases, settings
+from dsv4lab.serving import adapters, contracts, plugin, receipts, releases, server_log, settings
+
+pytest_plugins = ["compiler_on"]
 
 VERSIONS = sorted(releases.RELEASES)
 ALL = "attention=split_k,indexer=triton,topk=triton"
@@ -427,6 +429,23 @@ def test_every_rank_must_have_called_every_hook():
     assert receipts.missing(seen[:2], asked, 2) == ["indexer=triton is live on no rank, of 2 asked for"]
     assert receipts.missing([*seen, receipt("indexer", 1, 0, "torch_fallback")], asked, 2)
     assert receipts.missing([*seen, receipt("indexer", 1, 0)], asked, 2) == []
+
+
+def test_what_triton_compiles_in_a_server_is_counted_in_its_log(compiled):
+    said = compiled("""
+        import tempfile
+        from dsv4lab.serving import plugin, receipts
+        triton.knobs.cache.dir = tempfile.mkdtemp()
+        heard = []
+        triton.knobs.compilation.listener = lambda **event: heard.append(event["cache_hit"])
+        plugin.os.environ[receipts.VARIABLE] = "somewhere"
+        plugin.register()
+        add.warmup(grid=(1,), **call()[1])
+        add.device_caches.clear()
+        add.warmup(grid=(1,), **call()[1])  # on disk by now
+        assert heard == [False, True]
+    """)
+    assert server_log.compilations(said) == 1 and "Triton compiled add in " in said, said
 
 
 def test_the_entry_point_is_the_plugin():

@@ -3,7 +3,8 @@
 SGLang calls `register` once in every process, before it reads its arguments, and swallows any exception. So the plugin
 ends the process instead: a server that was asked for our kernels never runs without them unnoticed. It imports what it
 hooks first, compares it with the release's contract, and finds it in SGLang's registry afterwards; each hook then
-leaves a receipt of its first call. With DSV4LAB unset it does nothing.
+leaves a receipt of its first call. With DSV4LAB unset it does nothing but tell, in a server that our launcher started,
+of each kernel that Triton compiles.
 """
 
 import functools
@@ -15,7 +16,7 @@ from importlib.metadata import version
 from typing import Any
 
 from dsv4lab import tuned
-from dsv4lab.serving import contracts, receipts, releases, settings
+from dsv4lab.serving import contracts, receipts, releases, server_log, settings
 from dsv4lab.serving.guard import one_line
 from dsv4lab.serving.releases import Hook, Release
 from dsv4lab.serving.settings import Setting
@@ -27,6 +28,8 @@ def register() -> None:
     """The entry point. SystemExit with one line if what DSV4LAB asks for cannot be had."""
     try:
         setting = settings.parse(os.environ.get(settings.VARIABLE, ""))
+        if receipts.VARIABLE in os.environ:
+            tell_of_compilations()
         if setting.active:
             install(setting, version("sglang"))
     except Exception as error:
@@ -70,6 +73,21 @@ def install(setting: Setting, installed: str) -> None:
         raise ValueError(f"SGLang did not apply the hook on {', '.join(lost)}: its log says why")
     for name, impl in setting.active.items():
         receipts.write(_receipt("installed", name, impl, installed))
+
+
+def tell_of_compilations() -> None:
+    """From now on this process prints a line for each kernel that Triton compiles, instead of finding it on disk."""
+    knobs = import_module("triton").knobs.compilation
+    before = knobs.listener
+
+    def listener(**event: Any) -> None:
+        if before is not None:
+            before(**event)
+        if not event["cache_hit"]:
+            milliseconds = event["times"].total / 1e3
+            print(f"{server_log.COMPILED} {event['metadata']['name']} in {milliseconds:.0f} ms", flush=True)
+
+    knobs.listener = listener
 
 
 def _asked(setting: Setting, release: Release) -> Iterator[tuple[str, Hook]]:
