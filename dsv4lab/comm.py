@@ -105,6 +105,11 @@ LINKS = {
 }
 
 
+def link_of(topology: str | None) -> Link:
+    """The link behind a name of `nvidia-smi topo` (`hardware.link`): NVLink for NV..., else nominal PCIe."""
+    return LINKS["nvlink4" if str(topology).startswith("NV") else "pcie5_nominal"]
+
+
 @dataclass(frozen=True)
 class Cost:
     """Seconds of one collective as a line over its bytes."""

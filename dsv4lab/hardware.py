@@ -1,6 +1,7 @@
-"""Peaks of the GPUs the lab knows, with their sources, and a look at the one that is here."""
+"""Peaks of the GPUs the lab knows, with their sources, and a look at the one that is here and at what joins several."""
 
 import re
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -11,6 +12,11 @@ T = TypeVar("T")
 KIB, MIB = 1024, 1024**2
 SM120_SHARED_MEMORY = 99 * KIB
 """Bytes of shared memory a block may have on sm_120, sm_121 and sm_89: the limit every shipped config must keep."""
+
+NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+"""The environment of processes that share GPUs of one machine without NVLink multicast."""
+ONE_MACHINE = {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
+"""That of processes which need not look for one another in a network."""
 
 
 @dataclass(frozen=True)
@@ -161,3 +167,14 @@ def probe() -> dict[str, Any] | None:
         "l2_bytes": device.L2_cache_size,
         "memory_bytes": device.total_memory,
     }
+
+
+def link() -> str | None:
+    """What nvidia-smi calls the way from the first GPU to the second, as "NV18" or "PHB"; None if it does not say."""
+    try:
+        command = ["nvidia-smi", "topo", "-m"]
+        text = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    row = re.search(r"^GPU0\s+X\s+(\S+)", re.sub(r"\x1b\[[0-9;]*m", "", text), re.MULTILINE)
+    return row and row[1]

@@ -41,12 +41,38 @@ EVENTS = [
      "args": {"correlation": 1, "device": 0, "stream": 7}},
 ]  # fmt: skip
 OVERRIDE = "--json-model-override-args"
+
+
+def flag(name: str, default: str) -> str:
+    return sys.argv[sys.argv.index(name) + 1] if name in sys.argv else default
+
+
+RANKS = int(flag("--tp-size", "1"))
 CAPTURE = "\rCapturing batches (bs=32 avail_mem=10.12 GB):  25%|##5       | 3/12 [00:01<00:03]"
+
+
+def events(rank: int) -> list[dict]:
+    """Of one rank, or, of several, two steps of 15 and 16 µs with an attention and an all-reduce."""
+    if RANKS == 1:
+        return EVENTS
+    found, same = [], {"ph": "X", "pid": 1, "tid": 1}
+    for step in range(2):
+        at = 100.0 * step
+        found.append(same | {"cat": "user_annotation", "name": "step[DECODE bs=2]", "ts": at, "dur": 50.0})
+        for n, (name, us) in enumerate((("split_k_kernel", 5.0 + rank), ("cross_device_reduce_1stage", 8.0))):
+            call = {"correlation": 10 * step + n + 1}
+            found.append(
+                same | {"cat": "cuda_runtime", "name": "cudaGraphLaunch", "ts": at + 1, "dur": 1.0, "args": call}
+            )
+            where = {"device": rank, "stream": 7}
+            kernel = {"cat": "kernel", "name": name, "ts": at + 3 + (7 + rank) * n, "dur": us, "args": call | where}
+            found.append(same | {"tid": 7} | kernel)
+    return found
 
 
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        info = {"version": "0.5.14", "tp_size": 1, "api_key": os.environ.get("DSV4LAB_API_KEY")}
+        info = {"version": "0.5.14", "tp_size": RANKS, "api_key": os.environ.get("DSV4LAB_API_KEY")}
         info |= {"context_length": int(flag("--context-length", "0")), "json_model_override_args": flag(OVERRIDE, "{}")}
         info["hooks"] = os.environ["DSV4LAB"]
         memory = {"weight": 1.0, "kvcache": 2.0, "graph": 0.0 if "--disable-cuda-graph" in sys.argv else 0.35}
@@ -60,9 +86,11 @@ class Handler(BaseHTTPRequestHandler):
             return
         if self.path == "/start_profile":
             self.answer(b"Start profiling.\n")
-            if MODE != "no-trace":
-                trace = json.dumps({"schemaVersion": 1, "asked": body, "traceEvents": EVENTS}).encode()
-                (Path(body["output_dir"]) / "1.5-TP-0.trace.json.gz").write_bytes(gzip.compress(trace))
+            for rank in range(RANKS if MODE != "no-trace" else 0):
+                told = {"schemaVersion": 1, "asked": body, "traceEvents": events(rank)}
+                told |= {"distributedInfo": {"rank": rank}}
+                path = Path(body["output_dir"]) / f"1.5-TP-{rank}.trace.json.gz"
+                path.write_bytes(gzip.compress(json.dumps(told).encode()))
             return
         if body.get("stream"):
             self.stream(body["sampling_params"]["max_new_tokens"])
@@ -70,7 +98,7 @@ class Handler(BaseHTTPRequestHandler):
         if body.get("return_logprob"):
             self.answer(json.dumps(score(body)).encode())
             return
-        for rank in range(int(os.environ.get("FAKE_RANKS", "1"))):
+        for rank in range(int(os.environ.get("FAKE_RANKS", RANKS))):
             for hook, impl in settings.parse(os.environ["DSV4LAB"]).active.items():
                 receipts.write(
                     receipts.Receipt(kind="live", hook=hook, impl=impl, rank=rank, pid=1000 + rank, sglang="0.5.14")
@@ -99,14 +127,14 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def score(body: dict) -> list[dict]:
-    """Two greedy tokens of a model with 40 of them, whose noise is a matter of batch size and hooks."""
+    """Two greedy tokens of a model with 40 of them, whose noise is a matter of batch size, hooks and ranks."""
     replies, wanted = [], body.get("token_ids_logprob") or [None] * len(body["input_ids"])
     noisy = 10 if MODE == "drifts" and "attention" in os.environ["DSV4LAB"] else 1
     for prompt, params, ids in zip(body["input_ids"], body["sampling_params"], wanted, strict=True):
         said, steps = [], []
         for _ in range(params["max_new_tokens"]):
             rng = random.Random(str((prompt[:3], said)))
-            noise = random.Random(str((prompt[:3], said, len(body["input_ids"]), os.environ["DSV4LAB"])))
+            noise = random.Random(str((prompt[:3], said, len(body["input_ids"]), os.environ["DSV4LAB"], RANKS)))
             logits = [rng.gauss(0, 3) + noisy * noise.gauss(0, 0.01) for _ in range(40)]
             for token, bias in params.get("logit_bias", {}).items():
                 logits[int(token)] += bias
@@ -124,10 +152,6 @@ def score(body: dict) -> list[dict]:
             about["output_token_ids_logprobs"] = [[each for each in found if each[1] in ids] for found in steps]
         replies.append({"output_ids": said, "meta_info": about})
     return replies
-
-
-def flag(name: str, default: str) -> str:
-    return sys.argv[sys.argv.index(name) + 1] if name in sys.argv else default
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dsv4lab import comm, records
+from dsv4lab import comm, hardware, records
 from dsv4lab.allreduce import setups, sweep, worker
 from dsv4lab.verdict import CheckFailed
 
@@ -81,7 +81,7 @@ def test_multicast_stays_off_whatever_the_user_says(monkeypatch):
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
     monkeypatch.setenv("NCCL_TOPO_FILE", "/home/alice/topo.xml")
     for setup in setups.GPU_SETUPS:
-        assert setups.variables(setup).items() >= setups._NO_MULTICAST.items()
+        assert setups.variables(setup).items() >= hardware.NO_MULTICAST.items()
         steering = sweep._steering(setup)
         assert "NCCL_NVLS_ENABLE=0" in steering and "NCCL_TOPO_FILE=topo.xml" in steering
     assert not any("multimem" in impl for impl in worker.IMPLEMENTATIONS)
@@ -101,7 +101,7 @@ def test_the_log_of_nccl_tells_what_it_chose(tmp_path, monkeypatch):
         return sweep.Group([], None)
 
     monkeypatch.setattr(sweep._Sweep, "_group", probe)
-    monkeypatch.setattr(sweep, "_link", lambda: "NV18")
+    monkeypatch.setattr(hardware, "link", lambda: "NV18")
     log = sweep._Sweep(2, False, (4096,), 0, tmp_path)._probe()
     assert log == {4096: "RING LL", 67108864: "RING SIMPLE", "transport": "P2P/CUMEM", "link": "NV18"}
 

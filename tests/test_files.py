@@ -1,5 +1,7 @@
-"""Whole files, and text without folders."""
+"""Whole files, locks, and text without folders."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -39,3 +41,17 @@ def test_what_cannot_be_finished_leaves_the_old_file(tmp_path, monkeypatch):
 )
 def test_folders_are_cut_from_text(text, left):
     assert files.without_folders(text) == left
+
+
+def test_a_lock_is_one_process_s_until_it_ends(tmp_path):
+    path = tmp_path / "new" / "x.lock"
+    code = "import sys, time; from pathlib import Path; from dsv4lab.files import locked"
+    code += "\nwith locked(Path(sys.argv[1])): print('mine', flush=True); time.sleep(60)"
+    holder = subprocess.Popen([sys.executable, "-c", code, path], stdout=subprocess.PIPE)
+    assert holder.stdout.readline() == b"mine\n"
+    with files.locked(path, wait_s=0.1) as got:
+        assert not got
+    holder.kill()
+    with files.locked(path) as got, files.locked(tmp_path / "other", wait_s=0) as another:
+        assert got and another
+    holder.wait()

@@ -1,10 +1,5 @@
 """No kernel is compiled, tuned or loaded in a capture or after the freeze. Without a GPU a named target stands in."""
 
-import os
-import subprocess
-import sys
-import textwrap
-
 import pytest
 import torch
 import triton
@@ -13,51 +8,8 @@ import triton.language as tl
 from dsv4lab import hardware
 from dsv4lab.kernels.launch import ColdKernel, frozen, is_warm, launch, target, warm
 
+pytest_plugins = ["compiler_on"]
 DEVICE = "cpu" if hardware.probe() is None else "cuda"
-PRELUDE = """
-import threading
-import torch, triton, triton.language as tl
-from triton.runtime.driver import driver
-from dsv4lab.kernels.launch import ColdKernel, frozen, is_warm, launch, warm
-from dsv4lab.static import NamedTarget
-
-driver.set_active(NamedTarget("sm_90"))
-
-@triton.jit(do_not_specialize=["n"])
-def add(x, n, m, BLOCK: tl.constexpr):
-    tl.store(x + tl.arange(0, BLOCK), n + m)
-
-@triton.autotune([triton.Config({"BLOCK": 8}), triton.Config({"BLOCK": 16})], key=["n"])
-@triton.jit
-def tuned(x, n, BLOCK: tl.constexpr):
-    tl.store(x + tl.arange(0, BLOCK), n)
-
-def call(**other):
-    return (1,), dict(x=torch.empty(8), n=5, m=5, BLOCK=8, num_warps=1) | other
-
-def compile_and_load(kernel, grid, arguments):
-    kernel.warmup(grid=grid, **arguments).module = object()  # there is no GPU to load it on
-
-def refusal(what, *arguments):
-    try:
-        what(*arguments)
-    except (ColdKernel, ValueError) as error:
-        return str(error)
-"""
-
-
-@pytest.fixture
-def compiled(tmp_path):
-    """Runs a script in a process of its own, where the compiler is on: in this one kernels may be interpreted."""
-
-    def run(code):
-        script = tmp_path / "script.py"  # Triton reads a kernel's source from its file
-        script.write_text(PRELUDE + textwrap.dedent(code))
-        environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
-        done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment)
-        assert done.returncode == 0, done.stderr[-3000:]
-
-    return run
 
 
 @triton.jit

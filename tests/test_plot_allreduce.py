@@ -5,7 +5,7 @@ import pytest
 
 from dsv4lab import comm, records
 from dsv4lab.plot import allreduce as frames
-from dsv4lab.plot import figures
+from dsv4lab.plot import figures, serving
 
 
 def test_reported_times_have_the_model_beside_them():
@@ -34,6 +34,26 @@ def test_measured_times_know_their_link_and_their_bus_bandwidth():
     panels = frames.lines(table)
     assert {name: len(lines) for name, lines in panels.items()} == {"nvlink4, 2 GPUs": 2, "pcie5_nominal, 2 GPUs": 1}
     assert len(figures.lines_against(panels, "message (KiB)", "µs").axes) == 2
+
+
+def test_served_steps_and_rates_are_those_of_several_gpus():
+    step = {"step_us": 2000.0, "collectives_us": 100.0, "share": 0.05, "model_us": 60.0, "model_share": 0.03,
+            "all_reduces": 13.0, "attention_us": 40.0, "padded_attention_us": None}  # fmt: skip
+    same = {"stage": "indexer", "tp": 2, "passed": True}
+    rows = [
+        same | {"case": "step", "C": None} | step,
+        same | {"case": "step", "C": None, "tp": 4, "passed": False} | step,
+        same | {"case": "c16_in256_out256", "C": 16, "output_tok_s": 5000.0},
+        same | {"case": "c64_in256_out256", "C": 64, "output_tok_s": 9000.0, "passed": False},
+    ]
+    frame = pd.DataFrame(rows)
+    table = frames.served_steps(frame)
+    assert list(table.index) == [("indexer", 2)] and table["of the step (%)"].item() == 5
+    assert table["SGLang's, padded heads (µs)"].isna().all()
+    assert frames.served_rates(frame).to_dict() == {16: {("indexer", 2): 5000.0}}
+    shares = frames.served_shares(table)
+    assert shares["model"].to_dict() == {"indexer, 2 GPUs": 3.0}
+    assert len(serving.ladder(shares, xlabel="%").axes) == 2
 
 
 def test_a_share_of_a_step_becomes_the_time_of_one_all_reduce():

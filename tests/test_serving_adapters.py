@@ -1,11 +1,11 @@
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
 from dsv4lab import numerics
-from dsv4lab.kernels import hc_pre, mqa_logits, sparse_mla, topk
+from dsv4lab.kernels import hc_pre, launch, mqa_logits, replay, sparse_mla, topk
 from dsv4lab.kernels.sparse_mla import plans
 from dsv4lab.serving import adapters
 
@@ -99,6 +99,59 @@ def test_another_value_width_is_refused():
     (call,) = sparse_mla.make_inputs(sparse_mla.Case("width", 1, 8, topk=0), device="cpu")
     with pytest.raises(ValueError, match="head_dim_v must be that of q, 512, got 448"):
         adapters.attention("split_k")(**sglang_call(call) | {"head_dim_v": 448})
+
+
+def every_call(device: str, rows: int, seed: int = 0, hidden: int = 256) -> Iterator[tuple[str, Callable]]:
+    """What a forward calls of ours, by name: calls of one name differ in what their tensors hold, not in layout."""
+    for name, positions in (("attention", 512), ("attention of the window", 0)):
+        case = sparse_mla.Case(name, rows, 16, topk=positions, lengths="mixed")
+        (call,) = sparse_mla.make_inputs(case, device=device, seed=seed)
+        yield name, lambda call=call: adapters.attention("split_k")(**sglang_call(call))[0]
+    (call,) = mqa_logits.make_inputs(mqa_logits.Case("i", rows, 900, 900, lengths="mixed"), device=device, seed=seed)
+    arguments = call.q, call.kv_cache, call.weights, call.context_lens, call.block_table, None, 900
+    unseen = torch.arange(900, device=device) >= call.context_lens.view(-1, 1)
+    yield "indexer", lambda: adapters.indexer("triton")(*arguments).masked_fill(unseen, 0)
+    scores = torch.randn(rows, 900, device=device, generator=torch.Generator(device).manual_seed(seed))
+    out = torch.empty(rows, 512, dtype=torch.int32, device=device)
+    yield "topk", lambda: (adapters.topk_transform(scores, *arguments[3:5], out, 64), out.clone())[1]
+    layer = types.SimpleNamespace(rms_norm_eps=1e-6, hc_mult=4, hc_sinkhorn_iters=2, hc_eps=1e-6)
+    ours = adapters.mhc_pre("split_k", None)
+    for normed in (True, False):
+        (pre,) = hc_pre.make_inputs(hc_pre.Case("h", rows, hidden, normed), device=device, seed=seed)
+        norm = types.SimpleNamespace(weight=pre.norm_weight, variance_epsilon=1e-6) if normed else None
+        given = layer, pre.x, pre.hc_fn, pre.hc_scale, pre.hc_base, norm
+        yield f"mhc, {normed}", lambda given=given: torch.cat([each.flatten() for each in ours(None, *given)[:3]])
+
+
+def test_every_launch_is_on_memory_that_can_be_told_again(monkeypatch):
+    monkeypatch.setattr(adapters, "_workspace", lambda device: torch.empty(2**20))
+    seen = []
+
+    def watched(call, key, tensors):
+        with launch.recorded() as made:
+            call()
+        starts = [0 if each is None else each.data_ptr() for each in tensors]
+        given = [value for _, _, values in made for value in values.values() if isinstance(value, torch.Tensor)]
+        seen.append(bool(given) and all(replay._place(value, tensors, starts) for value in given))
+
+    monkeypatch.setattr(adapters, "replay", watched)
+    names = [(name, call())[0] for name, call in every_call("cpu", 2)]
+    assert seen == [True] * len(names)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 40, 300])
+def test_on_the_gpu_a_call_told_again_is_bitwise_a_planned_one(monkeypatch, rows):
+    replay._kept.clear()
+    for _, call in every_call("cuda", rows, seed=0, hidden=4096):
+        call()
+    known = dict(replay._kept)
+    assert len(known) == 6 and all(known.values())
+    again = [call() for _, call in every_call("cuda", rows, seed=1, hidden=4096)]
+    assert replay._kept == known
+    for (name, call), told in zip(every_call("cuda", rows, seed=1, hidden=4096), again, strict=True):
+        replay._kept.clear()
+        assert numerics.bitwise_equal(told, call()), name
 
 
 @pytest.mark.parametrize("arch", sorted(plans.TABLE))

@@ -378,7 +378,7 @@ def test_a_run_is_recorded_without_paths_and_keys(server, tmp_path, monkeypatch)
     assert valid
     (record,) = records.read("serving", tmp_path)
     assert (record.case, record.impl) == ("c4_in8_out4", "indexer")
-    assert record.config == {"stage": "indexer", "C": 4, "context_length": 1048576, "layers": 6}
+    assert record.config == {"stage": "indexer", "C": 4, "context_length": 1048576, "layers": 6, "tp": 1}
     assert record.check == {"ok": 8, "failed": 0, "passed": True, "errors": []}
     assert len(record.samples_us) == 2
     assert record.server["info"]["model_path"] == "dsv4"

@@ -6,21 +6,22 @@ from dataclasses import replace
 
 import pytest
 
-from dsv4lab import cli, records, trace
-from dsv4lab.serving import bench, campaign, http, launch, load, presets, profile
-from dsv4lab.serving.campaign import Plan
+from dsv4lab import cli, hardware, records, trace
+from dsv4lab.serving import bench, campaign, http, launch, load, presets, profile, stages
 from dsv4lab.serving.launch import Server
 from dsv4lab.serving.load import Shape
+from dsv4lab.serving.stages import Plan
 
 pytest_plugins = ["one_h200"]
 pytestmark = pytest.mark.usefixtures("one_h200")
 
-LEGS = campaign.LEGS
+LEGS = stages.LEGS
 
 
 @pytest.fixture(autouse=True)
 def two_concurrencies(monkeypatch):
-    monkeypatch.setattr(campaign, "LEGS", {name: replace(leg, concurrency=(1, 2)) for name, leg in LEGS.items()})
+    few = {name: replace(leg, concurrency=(1, 2)) if leg.concurrency else leg for name, leg in LEGS.items()}
+    monkeypatch.setattr(stages, "LEGS", few)
     monkeypatch.setattr(campaign, "TRACED_BATCH", 2)
 
 
@@ -34,7 +35,7 @@ def lines(plan: Plan, name: str) -> list[dict]:
 
 
 def raw(plan: Plan, run: str) -> dict:
-    (path,) = (plan.out / "runs" / run / "traces").iterdir()
+    (path,) = (plan.out / "runs" / run / "traces").glob("*/*")
     return json.loads(gzip.decompress(path.read_bytes()))
 
 
@@ -47,7 +48,8 @@ def test_a_stage_leaves_records_and_a_trace(plan):
     assert start["server"]["hooks"] == "attention=split_k,indexer=triton,topk=triton,mhc=split_k,sm120_path=forced"
     for line, concurrency in zip(measured, (1, 2), strict=True):
         assert (line["experiment"], line["impl"], line["case"]) == ("serving", "indexer", f"c{concurrency}_in8_out4")
-        assert line["config"] == {"stage": "indexer", "C": concurrency, "context_length": 1_048_576, "layers": 6}
+        shared = {"context_length": 1_048_576, "layers": 6, "tp": 1}
+        assert line["config"] == {"stage": "indexer", "C": concurrency} | shared
         assert line["check"] == {"ok": 3 * concurrency, "failed": 0, "passed": True, "errors": []}
         assert len(line["samples_us"]) == 3 and line["result"]["output_tok_s"] > 0
     frame = records.to_frame(records.read("serving", plan.out / "records"))
@@ -222,6 +224,7 @@ def test_one_folder_holds_one_kind_of_measurement(plan, changed, says):
         ({"steps": 0}, "steps must be at least 1, got 0"),
         ({"warm_up": 0}, "warm_up must be at least 1, got 0"),
         ({"layers": 44}, r"layers must be in 1\.\.43, got 44"),
+        ({"tp": 3}, "tp must divide the 8 output groups, got 3"),
         ({"shape": Shape(0, 4)}, "input must be at least 1, got 0"),
         ({"budget_s": float("nan")}, "budget_s must be at least 1, got nan"),
     ],
@@ -240,12 +243,78 @@ def test_the_waves_of_a_concurrency_share_what_time_is_left(plan):
     assert [wave[0].error for wave in found.waves[1:]] == ["TimeoutError:"] * 3
 
 
+def test_on_two_gpus_a_stage_is_named_recorded_and_traced_apart(plan, another_h200, monkeypatch):
+    monkeypatch.setattr(hardware, "link", lambda: "NV18")
+    walk(plan, "indexer")
+    good, said = walk(replace(plan, tp=2), "indexer")
+    assert good, said
+    start, *measured = lines(plan, "indexer_tp2")
+    assert {(line["experiment"], line["config"]["tp"]) for line in (start, *measured)} == {("serving_tp", 2)}
+    live = {(receipt["hook"], receipt["rank"]) for receipt in start["server"]["receipts"]}
+    assert {("attention", 0), ("attention", 1), ("mhc", 1)} <= live
+    newest = max((plan.out / "records").glob("serving_tp_*"))
+    step = next(line for line in map(json.loads, newest.read_text().splitlines()) if line["case"] == "step")
+    assert step["check"] == {"ok": 2, "failed": 0, "passed": True, "errors": []}
+    assert step["samples_us"] == [15, 15, 16, 16]  # of two ranks
+    found = step["result"]
+    assert (found["step_us"], found["collectives_us"], found["attention_us"]) == (15.5, 8, 5.5)
+    assert found["all_reduces"] == 1 and found["padded_attention_us"] is None and found["share"] == 8 / 15.5
+    assert 0 < found["model_share"] < 1
+    assert set(trace.read(plan.trace("indexer", eager=False)).events["rank"]) == {0}
+    both = trace.read(replace(plan, tp=2).trace("indexer", eager=False))
+    assert set(both.events["rank"]) == {0, 1} and both.meta["tp"] == 2
+    (old,) = (plan.out / "records").glob("serving_h200_*")
+    assert "indexer_tp2" not in old.read_text() and '"serving_tp"' not in old.read_text()
+
+
+def test_a_rank_without_a_trace_is_waited_for(plan, another_h200, monkeypatch):
+    monkeypatch.setattr(profile, "_OUTPUT", 20)
+    config = launch.Config(preset="native", tp=2, port=plan.port, run=plan.out / "run")
+    with Server(config) as server, pytest.raises(profile.NoTrace, match="awaited"):
+        profile.steady(server.url, plan.out / "traces", batch=2, input=8, ranks=3)
+
+
+def test_attention_twice_is_profiled_and_not_measured(plan):
+    good, said = walk(plan, "attention_twice")
+    assert good and [line["case"] for line in lines(plan, "attention_twice")] == ["start"], said
+    assert plan.trace("attention_twice", eager=False).is_file()
+
+
+def test_processes_that_walk_at_once_share_the_stages(plan):
+    held = []
+    run = campaign._Stage.run
+
+    def other(self):
+        if not held:
+            held.append(walk(plan, "native", "native_auto"))
+        run(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(campaign._Stage, "run", other)
+        good, said = walk(plan, "native")
+    assert good and not any("done before" in text for text in said)
+    (theirs, told), *_ = held
+    assert theirs and any("native: another process is at it" in text for text in told)
+    assert [line["method"]["beside"] for line in lines(plan, "native_auto")] == [["native"]] * 3
+    assert [line["method"]["beside"] for line in lines(plan, "native")] == [[]] * 3
+    newest = max((plan.out / "records").iterdir())
+    assert {json.loads(line)["impl"] for line in newest.read_text().splitlines()} == {"native", "native_auto"}
+
+
+@pytest.mark.parametrize(("seen", "port"), [(None, 30000), ("3,1", 30003), ("GPU-8f2a", 30000), ("", 30000)])
+def test_servers_on_different_gpus_have_ports_of_their_own(tmp_path, monkeypatch, seen, port):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if seen is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
+    assert Plan(out=tmp_path).port == port
+
+
 def test_every_stage_is_a_preset_and_in_its_order(plan):
     assert set(LEGS) == set(presets.STAGES)
-    assert campaign.choose([]) == list(LEGS)
-    assert campaign.choose(["stock", "indexer"]) == ["indexer", "stock"]
+    assert stages.choose([]) == list(LEGS)
+    assert stages.choose(["stock", "indexer"]) == ["indexer", "stock"]
     with pytest.raises(ValueError, match=r"stages must be of indexer, .*, got 'stok'"):
-        campaign.choose(["stok"])
+        stages.choose(["stok"])
     assert plan.config("stock_ctx8192").context_length == 8192
     assert plan.config("stock").context_length == 1_048_576
 

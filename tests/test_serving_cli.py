@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 
 from dsv4lab import cli
-from dsv4lab.serving import campaign, launch, presets, settings
+from dsv4lab.serving import launch, presets, settings, stages
 from dsv4lab.serving.launch import ServeError
 
 
@@ -97,7 +97,7 @@ def test_a_start_that_fails_has_a_status(server, capsys, error, code):
 
 @pytest.mark.parametrize(
     ("command", "names"),
-    [("serve", presets.PRESETS), ("bench", ()), ("campaign", campaign.LEGS), ("parity", ())],
+    [("serve", presets.PRESETS), ("bench", ()), ("campaign", stages.LEGS), ("parity", ())],
 )
 def test_help_teaches_with_an_example_and_all_names(capsys, command, names):
     assert status(command, "--help") == 0

@@ -4,8 +4,9 @@ from dataclasses import replace
 import pytest
 
 from dsv4lab import cli, records
-from dsv4lab.serving import campaign, http, parity
-from dsv4lab.serving.parity import AGAIN, OURS, REFERENCE, Answer
+from dsv4lab.serving import http, parity
+from dsv4lab.serving.answers import AGAIN, OURS, REFERENCE, Answer, difference, judge
+from dsv4lab.serving.stages import Plan
 
 pytest_plugins = ["one_h200"]
 pytestmark = pytest.mark.usefixtures("one_h200")
@@ -18,13 +19,13 @@ def few_prompts(monkeypatch):
     monkeypatch.setattr(parity, "CONTEXTS", COUNTS)
 
 
-def walk(plan: campaign.Plan) -> tuple[bool, list[str]]:
+def walk(plan: Plan) -> tuple[bool, list[str]]:
     said: list[str] = []
     return parity.run(plan, said.append), said
 
 
-def recorded(plan: campaign.Plan) -> dict[str, records.Record]:
-    newest = max((plan.out / "records").iterdir())
+def recorded(plan: Plan) -> dict[str, records.Record]:
+    newest = max((plan.out / "records").glob("serving_parity_h200_*"))
     return {line.case: line for line in records.read("serving_parity", newest.parent) if line.file == newest.name}
 
 
@@ -57,7 +58,7 @@ def test_what_was_forced_is_taken_back_before_it_is_compared(plan):
         for key, answer in parity._read(plan, each).items():
             reference = parity._read(plan, REFERENCE)[key]
             assert answer.first == reference.first
-            assert parity.difference(reference, answer) < 0.2  # a bias of 4 left standing would be seen
+            assert difference(reference, answer) < 0.2  # a bias of 4 left standing would be seen
 
 
 @pytest.mark.parametrize(("name", "value", "had"), [("layers", 4, 6), ("context_length", 8192, 1_048_576)])
@@ -96,7 +97,7 @@ def test_what_is_answered_is_not_asked_again(plan, monkeypatch):
     assert calls[before:] == [1] and any("indexer: nothing left to ask" in text for text in said)
 
 
-def errors(plan: campaign.Plan) -> list[str]:
+def errors(plan: Plan) -> list[str]:
     return recorded(plan)["all"].check["errors"]
 
 
@@ -146,15 +147,12 @@ def test_no_server_is_started_when_the_time_is_over(plan):
     assert not good and "native not begun, the time is over" in said[0]
 
 
-def test_each_bound_is_one(plan):
+def test_each_bound_is_one():
     answers = [Answer(5, n, 1, n, {"1": -1.0, "2": -3.0}, 0.1) for n in range(24)]
     again = [replace(answer, logprobs={"1": -1.1, "2": -3.0}) for answer in answers]
-    (plan.out / "parity").mkdir(parents=True)
-    for stage in ("native", "indexer"):
-        (plan.out / "parity" / f"{stage}.server.json").write_text('{"info": {}, "hooks": ""}')
 
     def complaints(ours: list[Answer], expected: int = 24, reference: list[Answer] = answers) -> list[str]:
-        return parity._record(plan, "all", [5], reference, again, ours, expected).check["errors"]
+        return judge([reference, again, reference, ours], expected).check["errors"]
 
     assert complaints(again) == []
     assert complaints(again, 25) == ["24 of 25 prompts answered by every run"]
@@ -166,6 +164,20 @@ def test_each_bound_is_one(plan):
     )
     same = [replace(answer, second=1) for answer in answers]
     assert "only 1 different answers to 24 prompts" in complaints([replace(a, second=1) for a in again], 24, same)[0]
+
+
+def test_on_two_gpus_each_path_is_compared_with_itself_on_one(plan, another_h200):
+    good, said = walk(replace(plan, tp=2))
+    assert good, said
+    newest = max((plan.out / "records").iterdir())
+    whole = {line.case: line for line in records.read("serving_parity_tp", newest.parent)}["all"]
+    assert (whole.impl, whole.config["against"], whole.config["tp"]) == ("indexer", "indexer", 2)
+    assert list(whole.server) == ["native", "native_tp2", "indexer", "indexer_tp2"]
+    assert (whole.server["indexer"]["info"]["tp_size"], whole.server["indexer_tp2"]["info"]["tp_size"]) == (1, 2)
+    assert whole.result["prompts"] == 24 and 0 < whole.result["difference_mean"]
+    _, said = walk(plan)  # the servers on one GPU have answered already, but for native one by one
+    assert [text for text in said if "nothing left" in text and "indexer" in text], said
+    assert recorded(plan)["all"].config["against"] == "native"
 
 
 def test_the_command_line(tmp_path, capsys):

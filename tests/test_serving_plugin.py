@@ -1,4 +1,5 @@
 import ast
+import functools
 import importlib.metadata
 import inspect
 import os
@@ -13,7 +14,9 @@ import torch
 
 from dsv4lab import tuned
 from dsv4lab.kernels import hc_pre, mqa_logits, sparse_mla, topk
-from dsv4lab.serving import adapters, contracts, plugin, receipts, releases, settings
+from dsv4lab.serving import adapters, contracts, plugin, receipts, releases, server_log, settings
+
+pytest_plugins = ["compiler_on"]
 
 VERSIONS = sorted(releases.RELEASES)
 ALL = "attention=split_k,indexer=triton,topk=triton"
@@ -40,7 +43,7 @@ def test_a_setting_says_what_is_active():
         ("attention=", "'attention=' must read name=value"),
         (
             "atention=mma",
-            "there is no 'atention'; known: attention, indexer, topk, mhc, sm120_path, weights, tables, version",
+            "there is no 'atention'; known: attention, indexer, topk, mhc, sm120_path, weights, tables, twice, version",
         ),
         ("attention=flash", "attention must be one of stock, simt, mma, split_k, gluon, got 'flash'"),
         ("topk=triton,topk=stock", "topk is given twice"),
@@ -322,6 +325,24 @@ def test_a_hook_leaves_a_receipt_of_its_first_call(monkeypatch, sglang, tmp_path
     assert live.arguments["0"] == "float32[2, 600]" and live.arguments["3"] == "int32[2, 512]"
 
 
+def test_attention_tells_of_its_heads_and_runs_before_sglangs_where_both_are_asked_for(monkeypatch, sglang, tmp_path):
+    sglang("0.5.14", sm120=True)
+    target, seen = releases.RELEASES["0.5.14"].attention.targets[0], []
+    owner, name = plugin_owner(f"sglang.{target}")
+    stock_one = getattr(owner, name)
+    setattr(owner, name, functools.wraps(stock_one)(lambda **call: seen.append(call["q"].shape)))
+    assert registered(monkeypatch, "attention=split_k,twice=padded") == ""
+    (call,) = sparse_mla.make_inputs(sparse_mla.Case("small", 2, 16, window=64, topk=0), device="cpu")
+    monkeypatch.setattr(adapters._call, "heads", 8, raising=False)
+    out, lse = found(target)(**vars(call), head_dim_v=512)
+    assert out.shape == (2, 1, 16, 512) and lse is None and seen == [(2, 1, 16, 512)]
+    live = {receipt.hook: receipt for receipt in receipts.read(tmp_path) if receipt.kind == "live"}
+    assert live.keys() == {"attention", "twice"}
+    assert live["attention"].arguments["q"] == "bfloat16[2, 1, 16, 512]"
+    assert live["attention"].arguments["q of this rank"] == "bfloat16[2, 1, 8, 512]"
+    assert "needs an attention of ours" in registered(monkeypatch, "twice=padded")
+
+
 def test_random_weights_are_drawn_where_sglang_draws_its_dummy_ones(monkeypatch, sglang, tmp_path):
     sglang("0.5.14")
     assert registered(monkeypatch, "weights=random") == ""
@@ -408,6 +429,23 @@ def test_every_rank_must_have_called_every_hook():
     assert receipts.missing(seen[:2], asked, 2) == ["indexer=triton is live on no rank, of 2 asked for"]
     assert receipts.missing([*seen, receipt("indexer", 1, 0, "torch_fallback")], asked, 2)
     assert receipts.missing([*seen, receipt("indexer", 1, 0)], asked, 2) == []
+
+
+def test_what_triton_compiles_in_a_server_is_counted_in_its_log(compiled):
+    said = compiled("""
+        import tempfile
+        from dsv4lab.serving import plugin, receipts
+        triton.knobs.cache.dir = tempfile.mkdtemp()
+        heard = []
+        triton.knobs.compilation.listener = lambda **event: heard.append(event["cache_hit"])
+        plugin.os.environ[receipts.VARIABLE] = "somewhere"
+        plugin.register()
+        add.warmup(grid=(1,), **call()[1])
+        add.device_caches.clear()
+        add.warmup(grid=(1,), **call()[1])  # on disk by now
+        assert heard == [False, True]
+    """)
+    assert server_log.compilations(said) == 1 and "Triton compiled add in " in said, said
 
 
 def test_the_entry_point_is_the_plugin():

@@ -98,8 +98,55 @@ def test_a_parameter_without_a_rule_is_named():
         weights.fill(model(layers__strange__table=parameter(8, 8)))
 
 
-def test_more_than_one_rank_is_refused(monkeypatch):
+def ranks_of(tp: int, rank: int) -> nn.Module:
+    """What a rank of `tp` has of the model that one rank has whole."""
+    return model(
+        model__embed_tokens__weight=parameter(64 // tp, 256, dtype=torch.bfloat16),
+        layers__self_attn__wq_b__weight=parameter(2048 // tp, 256, dtype=E4M3),
+        layers__self_attn__wq_b__weight_scale_inv=parameter(16 // tp, 2),
+        layers__self_attn__indexer__wq_b__weight=parameter(256, 256, dtype=E4M3),
+        layers__self_attn__indexer__wq_b__weight_scale_inv=parameter(2, 2),
+        layers__self_attn__wo_a__weight=parameter(512 // tp, 256, dtype=torch.bfloat16),
+        layers__self_attn__wo_b__weight=parameter(256, 2048 // tp, dtype=E4M3),
+        layers__self_attn__wo_b__weight_scale_inv=parameter(2, 16 // tp),
+        layers__self_attn__attn_sink=parameter(64),
+        layers__mlp__experts__w13_weight=parameter(2, 4096 // tp, 128, dtype=E4M3),
+        layers__mlp__experts__w13_weight_scale_inv=parameter(2, 32 // tp, 1),
+        layers__mlp__experts__w2_weight=parameter(2, 128, 2048 // tp, dtype=torch.int8),
+        layers__mlp__shared_experts__gate_up_proj__weight=parameter(4096 // tp, 128, dtype=E4M3),
+        layers__mlp__shared_experts__down_proj__weight=parameter(128, 2048 // tp, dtype=E4M3),
+        layers__mlp__shared_experts__down_proj__weight_scale_inv=parameter(1, 16 // tp),
+        lm_head__weight=parameter(512 // tp, 256, dtype=torch.bfloat16),
+    )
+
+
+def among(monkeypatch, tp: int, rank: int) -> dict[str, torch.Tensor]:
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 8)
-    with pytest.raises(ValueError, match="weights=random is for one rank, got 8"):
-        weights.fill(model())
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: tp)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
+    return filled(ranks_of(tp, rank))
+
+
+@pytest.mark.parametrize("tp", [2, 4, 8])
+def test_ranks_draw_the_parts_of_what_one_draws(monkeypatch, tp):
+    whole, parts = filled(ranks_of(1, 0)), [among(monkeypatch, tp, rank) for rank in range(tp)]
+    for name, expected in whole.items():
+        found = [part[name].float() for part in parts]
+        if "indexer" in name or "sink" in name:
+            joined = found[0]
+            assert all(torch.equal(each, joined) for each in found)
+        elif "gate_up" in name or "w13" in name:  # each rank has its part of the gate, then its part of the rest
+            dim = expected.ndim - 2
+            halves = zip(*(each.chunk(2, dim) for each in found), strict=True)
+            joined = torch.cat([torch.cat(half, dim) for half in halves], dim)
+        else:
+            joined = torch.cat(found, -1 if "wo_b" in name or "down" in name or "w2" in name else -2)
+        assert torch.equal(joined, expected.float()), name
+
+
+def test_what_ranks_cannot_share_is_named(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 16)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    with pytest.raises(ValueError, match=r"cannot share lm_head\.weight \[8, 256\] among 16 ranks"):
+        weights.fill(model(lm_head__weight=parameter(8, 256)))

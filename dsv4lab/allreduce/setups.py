@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from dsv4lab.hardware import NO_MULTICAST, ONE_MACHINE
+
 KIB, MIB = 1024, 1024**2
 SIZES = tuple(4 * KIB << n for n in range(15))
 """Bytes of a message: 4 KiB to 64 MiB."""
@@ -9,8 +11,7 @@ QUICK_SIZES = (4 * KIB, 64 * KIB, 256 * KIB, 512 * KIB, 1 * MIB, 16 * MIB)
 CPU_SIZES = SIZES[:9]
 """For gloo, which shares one memory and few cores among all ranks: up to 1 MiB."""
 
-_NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
-_ON_THIS_MACHINE = {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+_ON_THIS_MACHINE = ONE_MACHINE | {"OMP_NUM_THREADS": "1"}
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ CPU_SETUPS = (Setup("gloo", "gloo", ("all_reduce",), modes=("eager",)),)
 
 def variables(setup: Setup) -> dict[str, str]:
     """What the ranks of a setup get on top of the user's environment; multicast is off whatever that says."""
-    return _ON_THIS_MACHINE | setup.environment | _NO_MULTICAST
+    return _ON_THIS_MACHINE | setup.environment | NO_MULTICAST
 
 
 def label(nbytes: int) -> str:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore
 
-from dsv4lab import comm, timing
+from dsv4lab import comm, hardware, timing
 from dsv4lab.allreduce import setups, worker
 from dsv4lab.allreduce.setups import Setup
 from dsv4lab.files import without_folders
@@ -180,7 +180,7 @@ class _Sweep:
         log: dict[Any, str] = {int(size): f"{algo} {proto}" for size, algo, proto in _CHOICE.findall(text)}
         if transports := sorted(set(_TRANSPORT.findall(text))):
             log["transport"] = ", ".join(transports)
-        if link := _link():
+        if link := hardware.link():
             log["link"] = link
         return log
 
@@ -268,17 +268,6 @@ def _steering(setup: Setup) -> str:
     """The variables that NCCL saw, the user's own among them, without folders of this machine."""
     seen = {key: value for key, value in os.environ.items() if key.startswith("NCCL_")} | setups.variables(setup)
     return " ".join(f"{key}={without_folders(value)}" for key, value in sorted(seen.items()))
-
-
-def _link() -> str | None:
-    """What nvidia-smi calls the way from the first GPU to the second, as "NV18" or "PHB"; None if it does not say."""
-    try:
-        command = ["nvidia-smi", "topo", "-m"]
-        text = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return None
-    row = re.search(r"^GPU0\s+X\s+(\S+)", re.sub(r"\x1b\[[0-9;]*m", "", text), re.MULTILINE)
-    return row and row[1]
 
 
 def _without_gpu(env: Environment) -> Environment:

@@ -132,20 +132,24 @@ def campaign(
     warm_up: int = 16,
     steps: int = 3,
     eager: bool = False,
+    tp: int = 1,
     budget_s: float = 7200,
     start_s: float = 900,
-    port: int = 30000,
+    port: OptionalNumber = None,
     out: Folder = Path("campaign"),
     dry_run: bool = False,
+    sglang: Names = (),
 ) -> int:
     """Walk the campaign on a live server, stage by stage: start, prove the hooks, bench, profile, stop.
+
+    Several at once, each on GPUs of its own (CUDA_VISIBLE_DEVICES) and with the same folder, share the stages.
 
     Example: dsv4lab campaign --stages stock,indexer --budget-s 900 --out campaign
 
     Args:
         stages: Which of indexer, native, indexer_tuned, native_tuned, stock, indexer_ctx8192, split_k, mma, bf16,
-            stock_ctx8192, native_auto, indexer_stock_mhc, compile, compile_nographs, compile_stock_attention, done in
-            this order; what is done in the folder of --out is not done again.
+            stock_ctx8192, native_auto, indexer_stock_mhc, attention_twice, compile, compile_nographs,
+            compile_stock_attention, done in this order; what is done in the folder of --out is not done again.
         layers: Layers of the synthetic model.
         context_length: Longest request in tokens, for the stages that cap none.
         input: Tokens of a prompt.
@@ -154,23 +158,27 @@ def campaign(
         warm_up: Tokens of an answer in the unmeasured wave before.
         steps: Decode steps in a profile.
         eager: Also profile stock and indexer without graphs, with shapes and stacks: a second start of each.
+        tp: GPUs that share the model; with more than one, stages are named, and recorded, apart.
         budget_s: Seconds for all; what is not done by then is left for another time.
         start_s: Seconds until a server must be ready.
-        port: Port of the servers.
+        port: Port of the servers; 30000 and the number of the first GPU in CUDA_VISIBLE_DEVICES if not given.
         out: Folder of records, traces and logs.
         dry_run: Only say with what environment and command line each stage would start.
+        sglang: A flag for SGLang itself, in every stage; what comes after -- is taken as such.
     """
     from dsv4lab.serving import campaign as module
-    from dsv4lab.serving import load
+    from dsv4lab.serving import load, machine
+    from dsv4lab.serving import stages as known
 
     try:
-        chosen = module.choose([name for name in stages.split(",") if name])
-        plan = module.Plan(
+        chosen = known.choose([name for name in stages.split(",") if name])
+        plan = known.Plan(
             out=out.resolve(), layers=layers, context_length=context_length, shape=load.Shape(input, output),
-            waves=waves, warm_up=warm_up, steps=steps, eager=eager, budget_s=budget_s, start_s=start_s, port=port,
+            waves=waves, warm_up=warm_up, steps=steps, eager=eager, budget_s=budget_s, start_s=start_s,
+            port=machine.usual_port() if port is None else port, tp=tp, flags=sglang,
         )  # fmt: skip
         if dry_run:
-            print(*module.describe(plan, chosen), sep="\n")
+            print(*known.describe(plan, chosen), sep="\n")
             return 0
         return 0 if module.run(plan, chosen, say=lambda text: print(text, flush=True)) else 1
     except (ValueError, OSError) as error:
@@ -181,32 +189,38 @@ def parity(
     *,
     layers: int = 6,
     context_length: int = 1_048_576,
+    tp: int = 1,
     budget_s: float = 900,
     start_s: float = 600,
-    port: int = 30000,
+    port: OptionalNumber = None,
     out: Folder = Path("campaign"),
     dry_run: bool = False,
+    sglang: Names = (),
 ) -> int:
     """Ask whether our kernels answer as SGLang's own: logprobs of 256 prompts on two servers with the same weights.
+
+    With --tp N: whether they answer on N GPUs as on one, within what SGLang's own answers differ between the two.
 
     Example: dsv4lab parity --budget-s 600 --out campaign
 
     Args:
         layers: Layers of the synthetic model, which has random weights here.
         context_length: Longest request in tokens.
+        tp: GPUs that share the model, in the two servers that are compared with those on one.
         budget_s: Seconds for all; what is not answered by then is left for another time.
         start_s: Seconds until a server must be ready.
-        port: Port of the servers.
+        port: Port of the servers; 30000 and the number of the first GPU in CUDA_VISIBLE_DEVICES if not given.
         out: Folder of answers, records and logs; what it has is not asked again.
         dry_run: Only say with what environment and command line each server would start, and what it is asked.
+        sglang: A flag for SGLang itself, in every server; what comes after -- is taken as such.
     """
-    from dsv4lab.serving import campaign as module
+    from dsv4lab.serving import machine, stages
     from dsv4lab.serving import parity as comparison
 
     try:
-        plan = module.Plan(
+        plan = stages.Plan(
             out=out.resolve(), layers=layers, context_length=context_length, budget_s=budget_s, start_s=start_s,
-            port=port,
+            port=machine.usual_port() if port is None else port, tp=tp, flags=sglang,
         )  # fmt: skip
         if dry_run:
             print(*comparison.describe(plan), sep="\n")

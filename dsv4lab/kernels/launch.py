@@ -21,6 +21,7 @@ Arguments = Mapping[str, Any]
 
 _lock = threading.RLock()
 _freezes = 0
+_records = threading.local()
 
 
 class ColdKernel(RuntimeError):
@@ -56,6 +57,16 @@ def frozen() -> Iterator[None]:
             _freezes -= 1
 
 
+@contextmanager
+def recorded() -> Iterator[list[tuple]]:
+    """Inside, what this thread launches, as (kernel, grid, arguments), in order."""
+    before, _records.made = getattr(_records, "made", None), []
+    try:
+        yield _records.made
+    finally:
+        _records.made = before
+
+
 def launch(kernel: Any, grid: tuple[int, ...], arguments: Arguments) -> None:
     """Launch `kernel`, a @triton.jit function, on the current stream; `arguments` by name, with options as num_warps.
 
@@ -66,6 +77,8 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: Arguments) -> None:
         reason = "the current stream is capturing a CUDA graph" if capturing else "kernels are frozen"
         raise ColdKernel(f"{reason} and {_name(kernel)} is not warm; warm up this call before: {named(arguments)}")
     kernel[grid](**arguments)
+    if (made := getattr(_records, "made", None)) is not None:
+        made.append((kernel, grid, arguments))
 
 
 def warm(kernel: Any, grid: tuple[int, ...], arguments: Arguments) -> None:
@@ -82,14 +95,19 @@ def warm(kernel: Any, grid: tuple[int, ...], arguments: Arguments) -> None:
 
 def is_warm(kernel: Any, grid: tuple[int, ...], arguments: Arguments) -> bool:
     """Whether this launch needs no tuning, no compilation and no loading. Compiles nothing."""
-    if triton.knobs.runtime.interpret:
-        return True
-    plain, arguments = _tuned(kernel, arguments) or (None, None)
+    return triton.knobs.runtime.interpret or loaded(kernel, grid, arguments)[0] is not None
+
+
+def loaded(kernel: Any, grid: tuple[int, ...], arguments: Arguments) -> tuple[Any, list]:
+    """What this launch runs, and its arguments by position, for `loaded[grid](*arguments)`; None if it is not warm."""
+    plain, arguments = _tuned(kernel, arguments) or (None, arguments)
     if plain is None:
-        return False
+        return None, []
     with _compiling_nothing():
         compiled = plain.warmup(grid=grid, **arguments)
-    return compiled is not None and compiled.module is not None
+    if compiled is None or compiled.module is None:
+        return None, []
+    return compiled, [arguments[name] for name in plain.arg_names]
 
 
 def _capturing() -> bool:

@@ -29,8 +29,7 @@ def measured_times(frame: pd.DataFrame) -> pd.DataFrame:
     """
     names = {"message_bytes": "KiB", "median_us": "us", "p10_us": "p10", "p90_us": "p90"}
     found = frame.rename(columns=names).assign(KiB=frame["message_bytes"].astype(int) // KIB)
-    nvlink = frame["link"].astype(str).str.startswith("NV")
-    found["link"] = nvlink.map({True: "nvlink4", False: "pcie5_nominal"})
+    found["link"] = [comm.link_of(topology).name for topology in frame["link"]]
     found["bus_gb_per_s"] = 1e-3 * frame["bytes"] / frame["median_us"]
     return with_model(found)
 
@@ -128,6 +127,37 @@ def shares(costs: Mapping[str, comm.Cost], campaign: pd.DataFrame, ranks: int) -
         for batch, step_ms in campaign["step_ms"].items()
     }
     return pd.DataFrame(table)
+
+
+_STEP = {
+    "step_us": "step (µs)",
+    "collectives_us": "collectives (µs)",
+    "share": "of the step (%)",
+    "model_us": "model (µs)",
+    "model_share": "model: of the step (%)",
+    "all_reduces": "all-reduces a step",
+    "attention_us": "our attention, own heads (µs)",
+    "padded_attention_us": "SGLang's, padded heads (µs)",
+}
+
+
+def served_steps(frame: pd.DataFrame) -> pd.DataFrame:
+    """Of records of serving_tp: a row a stage and number of GPUs, what a traced decode step spends; shares in %."""
+    rows = frame[(frame["case"] == "step") & frame["passed"]].set_index(["stage", "tp"]).sort_index()
+    percent = {name: 100 * rows[name] for name in ("share", "model_share")}
+    return rows.assign(**percent)[list(_STEP)].astype(float).rename(columns=_STEP)
+
+
+def served_rates(frame: pd.DataFrame) -> pd.DataFrame:
+    """Output tokens/s of the same: a row a stage and number of GPUs, a column a concurrency; invalid runs left out."""
+    rows = frame[frame["C"].notna() & frame["passed"]].astype({"C": int})
+    return rows.pivot(index=["stage", "tp"], columns="C", values="output_tok_s")
+
+
+def served_shares(steps: pd.DataFrame) -> dict[str, pd.Series]:
+    """For `serving.ladder`: the collectives' share of each step, measured and by the model."""
+    named = steps.set_axis([f"{stage}, {tp} GPUs" for stage, tp in steps.index])
+    return {"measured, waiting included": named[_STEP["share"]], "model": named[_STEP["model_share"]]}
 
 
 def _predicted_us(link: str, ranks: int, impl: str, kib: float) -> float:

@@ -137,8 +137,8 @@ def parity(frame: pd.DataFrame) -> pd.DataFrame:
     return frame.set_index("case")[list(names)].rename(columns=names).T.rename_axis(columns=None)
 
 
-def ladder(rates: Mapping[str, pd.Series], title: str | None = None) -> Figure:
-    """Tokens/s as bars, a panel for each name: rows in their order, marks to beat in green."""
+def ladder(rates: Mapping[str, pd.Series], title: str | None = None, xlabel: str = "output tokens/s") -> Figure:
+    """Tokens/s, or another number, as bars, a panel for each name: rows in their order, marks to beat in green."""
     with styled():
         height = 1.4 + 0.34 * max(len(series) for series in rates.values())
         figure, grid = plt.subplots(1, len(rates), squeeze=False, figsize=(5.1 * len(rates), height))
@@ -151,7 +151,7 @@ def ladder(rates: Mapping[str, pd.Series], title: str | None = None) -> Figure:
             axes.set_xlim(0, 1.2 * series.max())
             axes.invert_yaxis()
             axes.grid(visible=False, axis="y")
-            axes.set_xlabel("output tokens/s")
+            axes.set_xlabel(xlabel)
             axes.set_title(name)
         if title:
             figure.suptitle(title, x=0.01, ha="left", fontsize=13)

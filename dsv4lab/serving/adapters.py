@@ -17,6 +17,7 @@ from dsv4lab import tuned
 from dsv4lab.kernels import hc_pre as kernel
 from dsv4lab.kernels import mqa_logits, sparse_mla, topk
 from dsv4lab.kernels.launch import target
+from dsv4lab.kernels.replay import replay
 from dsv4lab.kernels.sparse_mla.plans import in_use
 from dsv4lab.model import DSV4_FLASH
 
@@ -116,16 +117,35 @@ def attention(impl: str, rank: Callable[[], int] | None = None) -> Callable:
     ) -> tuple[Tensor, None]:
         if head_dim_v != q.shape[-1]:
             raise ValueError(f"head_dim_v must be that of q, {q.shape[-1]}, got {head_dim_v}")
-        own = own_heads(q.shape[2], rank)
+        own, (rows, queries, *_) = own_heads(q.shape[2], rank), q.shape
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        sparse_mla.sparse_mla_decode(
-            q[:, :, own], k_cache, indices, topk_length, attn_sink=attn_sink[own].detach(), softmax_scale=softmax_scale,
-            extra_k_cache=extra_k_cache, extra_indices_in_kvcache=extra_indices_in_kvcache,
-            extra_topk_length=extra_topk_length, out=out[:, :, own], workspace=_workspace(q.device), impl=impl,
-        )  # fmt: skip
+        lse = torch.empty(rows, own.stop - own.start, queries, device=q.device)
+        workspace = _workspace(q.device)
+
+        def call() -> None:
+            sparse_mla.sparse_mla_decode(
+                q[:, :, own], k_cache, indices, topk_length, attn_sink=attn_sink[own].detach(),
+                softmax_scale=softmax_scale, extra_k_cache=extra_k_cache,
+                extra_indices_in_kvcache=extra_indices_in_kvcache, extra_topk_length=extra_topk_length,
+                out=out[:, :, own], lse=lse, workspace=workspace, impl=impl,
+            )  # fmt: skip
+
+        main, extra = (k_cache, indices, topk_length), (extra_k_cache, extra_indices_in_kvcache, extra_topk_length)
+        replay(call, ("attention", impl, own.start, softmax_scale), (q, *main, attn_sink, *extra, out, lse, workspace))
         return out, None
 
     return flash_mla_with_kvcache_sm120
+
+
+def twice(ours: Callable) -> Callable:
+    """Around SGLang's attention: `ours`, and after it SGLang's own on the same call, for nothing but its time."""
+
+    def both(original: Callable, **call: Any) -> Any:
+        result = ours(**call)
+        original(**call)
+        return result
+
+    return both
 
 
 def indexer(impl: str) -> Callable:
@@ -144,9 +164,13 @@ def indexer(impl: str) -> Callable:
         if impl in TORCH_LOGITS:
             arguments = q, kv_cache, weights, context_lens, block_table, max_context_len
             return mqa_logits.torch_logits(*arguments, dtype=TORCH_LOGITS[impl])
-        return mqa_logits.fp8_paged_mqa_logits(
-            q, kv_cache, weights, context_lens, block_table, schedule_meta, max_context_len, clean_logits
+        given = q, kv_cache, weights, context_lens, block_table
+        out = mqa_logits.empty(q.shape[0] * q.shape[1], max_context_len, q.device)
+        call = lambda: mqa_logits.fp8_paged_mqa_logits(  # noqa: E731
+            *given, schedule_meta, max_context_len, clean_logits, out=out
         )
+        replay(call, ("indexer", max_context_len, clean_logits), (*given, out))
+        return out
 
     return fp8_paged_mqa_logits
 
@@ -160,11 +184,13 @@ def topk_transform(
     out_raw_indices: Tensor | None = None,
 ) -> None:
     """`topk_transform_512`."""
-    shape = topk.workspace_shape(*scores.shape, out_page_indices.shape[1])
-    topk.topk_transform(
-        scores, seq_lens, page_tables, out_page_indices, page_size, out_raw_indices,
-        workspace=_counting_workspace(*shape, scores.device),
-    )  # fmt: skip
+    shape, device = topk.workspace_shape(*scores.shape, out_page_indices.shape[1]), scores.device
+    workspace = _counting_workspace(*shape, device)
+    if workspace is None:
+        workspace = torch.zeros(shape, dtype=torch.int32, device=device)
+    given = scores, seq_lens, page_tables, out_page_indices
+    call = lambda: topk.topk_transform(*given, page_size, out_raw_indices, workspace=workspace)  # noqa: E731
+    replay(call, ("topk", page_size), (*given, out_raw_indices, workspace))
 
 
 def _counting_workspace(rows: int, ints: int, device: torch.device) -> Tensor | None:
@@ -203,8 +229,12 @@ def mhc_pre(impl: str, sinkhorn: Callable[[], Callable]) -> Callable:
             numbers = dict(rms_eps=layer.rms_norm_eps, hc_eps=layer.hc_eps, sinkhorn_iters=layer.hc_sinkhorn_iters)
             if norm is not None:
                 numbers |= dict(norm_weight=norm.weight.detach(), norm_eps=norm.variance_epsilon)
-            found = kernel.hc_pre(x, weight, hc_scale.detach(), hc_base.detach(), **numbers, weights_ready=ready)
-            return *found, norm is not None
+            out, workspace = kernel.empty(x.shape[0], x.shape[2], x.device)
+            given = x, weight, hc_scale.detach(), hc_base.detach()
+            call = lambda: kernel.hc_pre(*given, **numbers, weights_ready=ready, out=out, workspace=workspace)  # noqa: E731
+            key = "mhc", ready, layer.rms_norm_eps, layer.hc_eps, numbers.get("norm_eps"), layer.hc_sinkhorn_iters
+            replay(call, key, (*given, numbers.get("norm_weight"), *out, workspace))
+            return *out, norm is not None
         flat = x.flatten(1)
         length = torch.linalg.vector_norm(flat, dim=1, keepdim=True, dtype=torch.float32)
         rms = torch.rsqrt(length.square() / flat.shape[1] + layer.rms_norm_eps)

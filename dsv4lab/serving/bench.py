@@ -23,15 +23,22 @@ from dsv4lab.records import Clocks, Environment, Git, Record
 from dsv4lab.serving import http, launch, load, receipts, server_log, settings
 from dsv4lab.serving.load import Outcome, Shape
 
-EXPERIMENT = "serving"
+EXPERIMENT, SHARED = "serving", "serving_tp"
+"""The experiments that a server on one GPU, and one that several share, is recorded under."""
 ALLOWED_FAILURES = 0.01
 _KEPT = (
     "version", "model_path", "load_format", "json_model_override_args", "quantization", "kv_cache_dtype", "tp_size",
     "pp_size", "dp_size", "nnodes", "context_length", "page_size", "max_total_num_tokens", "max_running_requests",
     "mem_fraction_static", "chunked_prefill_size", "cuda_graph_bs", "cuda_graph_max_bs", "cuda_graph_config",
-    "disable_cuda_graph", "disable_radix_cache", "enable_torch_compile", "attention_backend", "moe_runner_backend",
+    "disable_cuda_graph", "disable_radix_cache", "disable_custom_all_reduce", "enable_nccl_nvls",
+    "enable_torch_compile", "attention_backend", "moe_runner_backend",
     "fp8_gemm_runner_backend", "speculative_algorithm", "speculative_num_steps", "speculative_num_draft_tokens",
 )  # fmt: skip
+
+
+def experiment(tp: int) -> str:
+    """Of a server that `tp` GPUs share: no table mixes them."""
+    return EXPERIMENT if tp == 1 else SHARED
 
 
 class WrongServer(ValueError):
@@ -218,7 +225,7 @@ def run(
     """
     identity = identify(url)
     check_identity(identity, plan.expect)
-    journal = Journal(EXPERIMENT, _provenance()[0].gpu, directory)
+    journal = Journal(experiment(identity.info.get("tp_size", 1)), _provenance()[0].gpu, directory)
     try:
         for each in measure(url, plan, identity.log, say):
             journal.add([record(each, plan, identity, stage or identity.stage or "unnamed")])
@@ -235,7 +242,8 @@ def record(measured: Measured, plan: Plan, identity: Identity, stage: str) -> Re
     return line(
         f"c{measured.concurrency}_in{plan.shape.input}_out{plan.shape.output}",
         {"stage": stage, "C": measured.concurrency, "context_length": info.get("context_length"),
-         "layers": layers(info)},
+         "layers": layers(info), "tp": info.get("tp_size", 1)},
+        experiment=experiment(info.get("tp_size", 1)),
         method={
             "name": "waves of C requests",
             "waves": plan.waves,

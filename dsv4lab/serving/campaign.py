@@ -3,140 +3,56 @@
     out/<stage>.jsonl           its records, one for the start and one a concurrency, there when the stage is done
     out/<stage>.partial.jsonl   the same of a stage under way or cut off: it is started again, for what is missing
     out/<stage>.failed.jsonl    what happened to a stage that should have started and did not: it is tried again
+    out/<stage>.step.jsonl      what a traced step of a stage that several GPUs share is made of, see `ranks`
     out/runs/<stage>/           log and receipts of its server, of <stage>_eager or _graph of one for a profile alone
     out/traces/<stage>_*        what it did in a few steps at batch 32, reduced; as the profiler had it, below out/runs
     out/records/                the newest file has all records so far, as the lab reads them
 
 What is done is not done again, so that a run can be cut off, and continued on another machine with the same folder.
+Several processes may walk at once with one folder, each on GPUs of its own (CUDA_VISIBLE_DEVICES): a stage that one is
+at is left out by the others, and their records say what ran beside them.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property, partial
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
-from dsv4lab import records, trace
-from dsv4lab.files import write_atomically
+from dsv4lab import comm, hardware, records, trace
+from dsv4lab.files import locked, write_atomically
 from dsv4lab.records import Record
-from dsv4lab.serving import bench, http, launch, presets, profile, settings, synthetic
+from dsv4lab.serving import bench, http, profile, ranks, stages, synthetic
 from dsv4lab.serving.launch import ServeError, Server
-from dsv4lab.serving.load import Shape
-from dsv4lab.trace import reduced
+from dsv4lab.serving.stages import LEAST_S, Plan
 
-GRAPHS_OFF = "--disable-cuda-graph"
 TRACED_BATCH = 32
-LEAST_S = 30.0
 
 
-@dataclass(frozen=True)
-class Leg:
-    """How a stage is measured. eager: a second start without graphs, for a profile with shapes and stacks.
-
-    open_end: that it does not start is a result, not a failure.
-    """
-
-    concurrency: tuple[int, ...] = (1, 16, 64)
-    eager: bool = False
-    open_end: bool = False
-
-
-LEGS = {
-    "indexer": Leg((1, 16, 32, 64), eager=True),
-    "native": Leg((1, 16, 32, 64)),
-    "indexer_tuned": Leg((1, 16, 32, 64)),
-    "native_tuned": Leg((1, 16, 32, 64)),
-    "stock": Leg(eager=True),
-    "indexer_ctx8192": Leg(),
-    "split_k": Leg(),
-    "mma": Leg(),
-    "bf16": Leg(),
-    "stock_ctx8192": Leg(),
-    "native_auto": Leg(),
-    "indexer_stock_mhc": Leg(),
-    "compile": Leg(open_end=True),
-    "compile_nographs": Leg(open_end=True),
-    "compile_stock_attention": Leg(open_end=True),
-}
-"""In order of worth: what is cut off is what can best be done without."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What every stage has in common.
-
-    context_length: of the stages that cap none. budget_s: no stage is begun or continued past it. start_s: until a
-    server must be ready. eager: also the second starts. warm_up: tokens out of the unmeasured waves.
-    """
-
-    out: Path
-    layers: int = 6
-    context_length: int = 1_048_576
-    shape: Shape = field(default_factory=Shape)
-    waves: int = 3
-    warm_up: int = 16
-    steps: int = 3
-    eager: bool = False
-    budget_s: float = 7200.0
-    start_s: float = 900.0
-    port: int = 30000
-
-    def __post_init__(self):
-        counts = {"input": self.shape.input, "output": self.shape.output}
-        settings.at_least(1, context_length=self.context_length, waves=self.waves, warm_up=self.warm_up, **counts)
-        settings.at_least(1, steps=self.steps, budget_s=self.budget_s, start_s=self.start_s)
-        synthetic.layer_flags(self.layers)
-
-    @cached_property
-    def deadline(self) -> float:
-        """On the monotonic clock, counted from the first question."""
-        return time.monotonic() + self.budget_s
-
-    @property
-    def left(self) -> float:
-        return max(self.deadline - time.monotonic(), 0.0)
-
-    def config(self, stage: str, *, eager: bool = False) -> launch.Config:
-        """The server of a stage."""
-        preset = presets.find(stage)
-        return launch.Config(
-            model=str(self.out / "model"),
-            preset=stage,
-            context_length=min(preset.context_length, self.context_length),
-            layers=self.layers,
-            port=self.port,
-            flags=(GRAPHS_OFF,) if eager else (),
-            run=self.out / "runs" / (f"{stage}_eager" if eager else stage),
-            timeout_s=max(min(self.start_s, self.left), LEAST_S),
-        )
-
-
-def choose(names: Sequence[str]) -> list[str]:
-    """The stages of these names in the order of the table; all of them for none. ValueError naming a stranger."""
-    if unknown := [name for name in names if name not in LEGS]:
-        raise ValueError(f"stages must be of {', '.join(LEGS)}, got {unknown[0]!r}")
-    return [name for name in LEGS if name in names or not names]
-
-
-def describe(plan: Plan, stages: Iterable[str]) -> Iterable[str]:
-    """For each stage the environment and the command line it would be started with."""
-    for stage in stages:
-        for eager in (False, True) if plan.eager and LEGS[stage].eager else (False,):
-            config = plan.config(stage, eager=eager)
-            yield f"{config.run.name}: {config.command_line}"
-
-
-def run(plan: Plan, stages: Sequence[str], say: Callable[[str], None] = print) -> bool:
-    """Does what of `stages` is not done yet; whether all of them are now, and every number in them is valid.
+def run(plan: Plan, chosen: Sequence[str], say: Callable[[str], None] = print) -> bool:
+    """Does what of the stages `chosen` is not done and no other process is at; whether these are done now, and valid.
 
     ValueError if what the folder has of them was measured otherwise.
     """
     begun, _ = time.monotonic(), plan.deadline
-    for stage in stages:
+    tell = lambda text: say(f"[{time.monotonic() - begun:6.0f} s] {text}")  # noqa: E731
+    for stage in chosen:
         _check_alike(plan, stage)
     synthetic.write(plan.out / "model")
-    for stage in stages:
-        tell = lambda text, stage=stage: say(f"[{time.monotonic() - begun:6.0f} s] {stage}: {text}")  # noqa: E731
+    ours = [stage for stage in chosen if _walk(plan, stage, tell)]
+    with locked(plan.out / "records.lock"):  # else the newest file could lack what another process added
+        for path in _join(plan):
+            say(f"recorded: {path}")
+    return all(done(plan, stage) and _good(plan, stage) for stage in ours)
+
+
+def _walk(plan: Plan, stage: str, say: Callable[[str], None]) -> bool:
+    """Does what is missing of a stage; False if another process is at it."""
+    tell = lambda text: say(f"{plan.label(stage)}: {text}")  # noqa: E731
+    with locked(plan.lock(stage), wait_s=1) as ours:  # who only looks has it for a moment
+        if not ours:
+            tell("another process is at it")
+            return False
         for there, run_it in _Stage(plan, stage, tell).parts():
             if there:
                 tell("done before")
@@ -144,16 +60,23 @@ def run(plan: Plan, stages: Sequence[str], say: Callable[[str], None] = print) -
                 tell("not begun, the time is over")
             else:
                 run_it()
-    for path in _join(plan):
-        say(f"recorded: {path}")
-    return all(done(plan, stage) and _good(plan, stage) for stage in stages)
+    return True
+
+
+def _beside(plan: Plan, stage: str) -> Iterator[str]:
+    """The stages that other processes are at."""
+    for lock in sorted(plan.lock(stage).parent.glob("*.lock")):
+        if lock != plan.lock(stage):
+            with locked(lock, wait_s=0) as free:
+                if not free:
+                    yield lock.stem
 
 
 def _join(plan: Plan) -> Iterator[Path]:
     """Puts all records there are into one new file for each GPU."""
-    lines = [line for stage in LEGS for line in _read(plan, stage)]
+    lines = [line for stage in stages.LEGS for line in (*_read(plan, stage), *_lines(plan.file(stage, ".step")))]
     for gpu in {line.env.gpu for line in lines}:
-        yield store([line for line in lines if line.env.gpu == gpu], bench.EXPERIMENT, plan.out / "records")
+        yield store([line for line in lines if line.env.gpu == gpu], bench.experiment(plan.tp), plan.out / "records")
 
 
 def store(lines: Sequence[Record], experiment: str, folder: Path) -> Path:
@@ -167,7 +90,7 @@ def store(lines: Sequence[Record], experiment: str, folder: Path) -> Path:
 
 def done(plan: Plan, stage: str) -> bool:
     """Whether the records of a stage are there."""
-    return (plan.out / f"{stage}.jsonl").is_file()
+    return plan.file(stage).is_file()
 
 
 def _check_alike(plan: Plan, stage: str) -> None:
@@ -181,25 +104,23 @@ def _check_alike(plan: Plan, stage: str) -> None:
         for name, value in wanted.items():
             if found[name] is not None and found[name] != value:
                 raise ValueError(
-                    f"{name} is {value}, and {plan.out.name} has {stage} with {found[name]}: take another out"
+                    f"{name} is {value}, and {plan.out.name} has {plan.label(stage)} with {found[name]}: "
+                    "take another out"
                 )
 
 
 def _good(plan: Plan, stage: str) -> bool:
-    return LEGS[stage].open_end or all(line.check["passed"] for line in _read(plan, stage))
+    return stages.LEGS[stage].open_end or all(line.check["passed"] for line in _read(plan, stage))
 
 
 def _read(plan: Plan, stage: str) -> list[Record]:
     """What there is of a stage: of its last complete attempt, else of the last."""
-    for ending in ("", ".partial", ".failed"):
-        path = plan.out / f"{stage}{ending}.jsonl"
-        if path.is_file():
-            return [Record.model_validate_json(text) for text in path.read_text(encoding="utf-8").splitlines()]
-    return []
+    return next(filter(None, (_lines(plan.file(stage, ending)) for ending in ("", ".partial", ".failed"))), [])
 
 
-def _kind(eager: bool) -> str:
-    return "eager" if eager else "graph"
+def _lines(path: Path) -> list[Record]:
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    return [Record.model_validate_json(line) for line in text.splitlines()]
 
 
 def _told(error: Exception) -> str:
@@ -212,7 +133,7 @@ class _Stage:
     """One stage from start to stop; every record is on disk as soon as it exists."""
 
     def __init__(self, plan: Plan, name: str, say: Callable[[str], None]):
-        self.plan, self.name, self.say, self.leg = plan, name, say, LEGS[name]
+        self.plan, self.name, self.say, self.leg = plan, name, say, stages.LEGS[name]
         self.config = plan.config(name)
         self.lines: list[Record] = []
 
@@ -225,18 +146,19 @@ class _Stage:
         """What is asked for, in order: whether it is there, and what brings it."""
         before = done(self.plan, self.name)
         yield before, self.run
-        answered = any(line.config["C"] and line.check["passed"] for line in _read(self.plan, self.name))
-        if before and answered and not self.trace(eager=False).is_file():
+        before_it = _read(self.plan, self.name)
+        answered = not self.leg.concurrency or any(line.config["C"] and line.check["passed"] for line in before_it)
+        if before and answered and not self.plan.trace(self.name, eager=False).is_file():
             yield False, partial(self.run_profile, eager=False)
         if self.plan.eager and self.leg.eager:
-            yield self.trace(eager=True).is_file(), partial(self.run_profile, eager=True)
+            yield self.plan.trace(self.name, eager=True).is_file(), partial(self.run_profile, eager=True)
 
     def run(self) -> None:
         """Never raises for what the server does: that is recorded."""
         self.lines = [line for line in _read(self.plan, self.name) if line.config["C"] and line.check["passed"]]
         if self.lines:
             self._write()
-        self._file(".failed").unlink(missing_ok=True)
+        self.plan.file(self.name, ".failed").unlink(missing_ok=True)
         begun = time.monotonic()
         try:
             with Server(self.config, self.say) as server:
@@ -259,11 +181,15 @@ class _Stage:
         graph = sum(told) if told else None
         taken = "" if graph is None else f"graphs take {graph:.2f} GB, "
         self.say(f"ready after {seconds:.0f} s, {taken}hooks live: {self.config.hooks or 'none'}")
-        self._add(seconds, {"graph_gb": graph}, {"info": info, "hooks": str(self.config.hooks)})
+        live = [{"hook": r.hook, "rank": r.rank, "saw": r.arguments} for r in server.receipts if r.kind == "live"]
+        self._add(
+            seconds, {"graph_gb": graph}, {"info": info, "hooks": str(self.config.hooks), "receipts": live}
+        )  # fmt: skip
 
     def _measure(self, server: Server) -> None:
         identity = bench.identify(server.url)
-        expect = {"context_length": str(self.config.context_length), "hooks": str(self.config.hooks)}
+        expect = {"context_length": self.config.context_length, "tp_size": self.plan.tp, "hooks": self.config.hooks}
+        expect = {name: str(value) for name, value in expect.items()}
         bench.check_identity(identity, expect)
         for concurrency in self.missing:
             if self.plan.left < 1:
@@ -278,31 +204,53 @@ class _Stage:
 
     def _profile(self, server: Server, *, eager: bool) -> None:
         """A trace, or word of why there is none: the numbers do not depend on it."""
-        kind = _kind(eager)
+        kind = stages.kind(eager)
         try:
             raw = profile.steady(
                 server.url, server.run / "traces", batch=TRACED_BATCH, input=self.plan.shape.input,
-                steps=self.plan.steps, eager=eager, timeout_s=max(min(self.plan.left, 180.0), 1.0),
+                steps=self.plan.steps, eager=eager, ranks=server.ranks,
+                timeout_s=max(min(self.plan.left, 180.0), 1.0),
             )  # fmt: skip
         except Exception as error:
             return self.say(f"no {kind} profile: {_told(error)}")
-        target = self.trace(eager=eager)
+        target = self.plan.trace(self.name, eager=eager)
         try:
             target.unlink(missing_ok=True)
-            trace.reduce(raw, target, stage=self.name, batch=TRACED_BATCH, graphs=not eager)
+            trace.reduce(raw, target, stage=self.name, batch=TRACED_BATCH, graphs=not eager, tp=self.plan.tp)
+            if not eager and (self.plan.tp > 1 or not self.leg.concurrency):
+                self._step(target)
         except Exception as error:
             return self.say(f"the {kind} profile stays as it is: {_told(error)}")
-        sizes = " of ".join(f"{path.stat().st_size / 2**20:.1f}" for path in (target, raw))
-        self.say(f"profiled, {kind}: {target.name}, {sizes} MiB")
+        sizes = [sum(path.stat().st_size for path in paths) / 2**20 for paths in ([target], raw.iterdir())]
+        self.say(f"profiled, {kind}: {target.name}, {sizes[0]:.1f} of {sizes[1]:.1f} MiB")
 
-    def trace(self, *, eager: bool) -> Path:
-        """Where the reduced trace goes."""
-        return self.plan.out / "traces" / f"{self.name}_{_kind(eager)}{reduced.SUFFIX}"
+    def _step(self, path: Path) -> None:
+        """Records what the ranks' steps in a trace are made of."""
+        traced, tp = trace.read(path), self.plan.tp
+        found, spans = ranks.account(
+            traced, tp=tp, batch=TRACED_BATCH, layers=self.plan.layers, link=comm.link_of(hardware.link())
+        )  # fmt: skip
+        seen = traced.events["rank"].nunique()
+        line = bench.line(
+            "step", self._config | {"batch": TRACED_BATCH}, experiment=bench.experiment(tp),
+            method={"name": "whole decode steps of every rank in the trace", "trace": path.name},
+            samples_us=spans, result=found, server={"info": {}, "hooks": str(self.config.hooks)},
+            check={"ok": seen, "failed": tp - seen, "passed": seen == tp, "errors": []},
+        )  # fmt: skip
+        write_atomically(self.plan.file(self.name, ".step"), line.model_dump_json(by_alias=True) + "\n")
+        self.say(", ".join(f"{name} {value:.4g}" for name, value in found.items() if value is not None))
+
+    @property
+    def _config(self) -> dict[str, int | str | None]:
+        """Of the records that are of no concurrency."""
+        lengths = {"context_length": self.config.context_length, "layers": self.plan.layers}
+        return {"stage": self.name, "C": None, **lengths, "tp": self.plan.tp}
 
     def run_profile(self, *, eager: bool) -> None:
         """Another server for its profile alone: without graphs, or for one that did not come when it was measured."""
-        kind = _kind(eager)
-        config = replace(self.plan.config(self.name, eager=eager), run=self.config.run.with_name(f"{self.name}_{kind}"))
+        kind = stages.kind(eager)
+        run = self.config.run.with_name(f"{self.plan.label(self.name)}_{kind}")
+        config = replace(self.plan.config(self.name, eager=eager), run=run)
         try:
             with Server(config, self.say) as server:
                 self._profile(server, eager=eager)
@@ -319,25 +267,22 @@ class _Stage:
     def _add(self, seconds: float, result: dict[str, float | None], server: dict, error: str = "") -> None:
         """A record of the start, or of what ended a started server before its time."""
         started = any(line.case == "start" for line in self.lines)
-        config = {"stage": self.name, "C": None, "context_length": self.config.context_length}
         check = {"ok": int(not error), "failed": int(bool(error)), "passed": not error}
         line = bench.line(
-            "end" if started else "start", config | {"layers": self.plan.layers},
+            "end" if started else "start", self._config, experiment=bench.experiment(self.plan.tp),
             method={"name": "one start of the server"}, samples_us=[1e6 * seconds],
             check=check | {"errors": [error] if error else []}, result=result, server=server,
         )  # fmt: skip
         self._keep(line)
 
     def _keep(self, line: Record) -> None:
-        self.lines.append(line)
+        method = line.method | {"beside": list(_beside(self.plan, self.name))}
+        self.lines.append(line.model_copy(update={"method": method}))
         self._write()
 
     def _write(self) -> None:
         text = "".join(each.model_dump_json(by_alias=True) + "\n" for each in self.lines)
-        write_atomically(self._file(".partial"), text)
+        write_atomically(self.plan.file(self.name, ".partial"), text)
 
     def _end(self, ending: str) -> None:
-        self._file(".partial").replace(self._file(ending))
-
-    def _file(self, ending: str) -> Path:
-        return self.plan.out / f"{self.name}{ending}.jsonl"
+        self.plan.file(self.name, ".partial").replace(self.plan.file(self.name, ending))

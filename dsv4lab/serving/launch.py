@@ -23,6 +23,7 @@ from typing import Any, Self
 
 from dsv4lab import __version__, tuned
 from dsv4lab.files import write_atomically
+from dsv4lab.hardware import ONE_MACHINE
 from dsv4lab.serving import arguments, guard, http, machine, presets, receipts, server_log, settings, synthetic
 from dsv4lab.serving.presets import Preset
 from dsv4lab.serving.settings import Setting
@@ -124,7 +125,8 @@ class Config:
             PLUGINS_VARIABLE: ",".join([*plugins, PLUGIN]),
             "PYTHONPATH": arguments.python_path(run / _METADATA),
         }
-        return self.from_preset.environment | ours
+        alone = {} if self.nnodes > 1 else {n: v for n, v in ONE_MACHINE.items() if n not in os.environ}
+        return alone | self.from_preset.environment | ours
 
     @property
     def command_line(self) -> str:

@@ -53,6 +53,12 @@ def _bytes(mib: str) -> float:
     return float(mib) * 2**20 if mib.isdigit() else math.inf  # "[N/A]" where it is the machine's own
 
 
+def usual_port() -> int:
+    """30000 and the number of the first GPU that CUDA may see, so that servers on different GPUs do not meet."""
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0].strip()
+    return 30000 + (int(first) if first.isdigit() else 0)
+
+
 def check_gpus(preset: Preset, name: str, ranks: int, weights: float, found: list[Gpu]) -> None:
     """ValueError if the preset is for others, there are too few, or the weights cannot fit beside what runs there."""
     if not found:

@@ -3,7 +3,8 @@
 SGLang calls `register` once in every process, before it reads its arguments, and swallows any exception. So the plugin
 ends the process instead: a server that was asked for our kernels never runs without them unnoticed. It imports what it
 hooks first, compares it with the release's contract, and finds it in SGLang's registry afterwards; each hook then
-leaves a receipt of its first call. With DSV4LAB unset it does nothing.
+leaves a receipt of its first call. With DSV4LAB unset it does nothing but tell, in a server that our launcher started,
+of each kernel that Triton compiles.
 """
 
 import functools
@@ -15,7 +16,7 @@ from importlib.metadata import version
 from typing import Any
 
 from dsv4lab import tuned
-from dsv4lab.serving import contracts, receipts, releases, settings
+from dsv4lab.serving import contracts, receipts, releases, server_log, settings
 from dsv4lab.serving.guard import one_line
 from dsv4lab.serving.releases import Hook, Release
 from dsv4lab.serving.settings import Setting
@@ -27,6 +28,8 @@ def register() -> None:
     """The entry point. SystemExit with one line if what DSV4LAB asks for cannot be had."""
     try:
         setting = settings.parse(os.environ.get(settings.VARIABLE, ""))
+        if receipts.VARIABLE in os.environ:
+            tell_of_compilations()
         if setting.active:
             install(setting, version("sglang"))
     except Exception as error:
@@ -72,8 +75,24 @@ def install(setting: Setting, installed: str) -> None:
         receipts.write(_receipt("installed", name, impl, installed))
 
 
+def tell_of_compilations() -> None:
+    """From now on this process prints a line for each kernel that Triton compiles, instead of finding it on disk."""
+    knobs = import_module("triton").knobs.compilation
+    before = knobs.listener
+
+    def listener(**event: Any) -> None:
+        if before is not None:
+            before(**event)
+        if not event["cache_hit"]:
+            milliseconds = event["times"].total / 1e3
+            print(f"{server_log.COMPILED} {event['metadata']['name']} in {milliseconds:.0f} ms", flush=True)
+
+    knobs.listener = listener
+
+
 def _asked(setting: Setting, release: Release) -> Iterator[tuple[str, Hook]]:
-    yield from ((name, getattr(release, name)) for name in setting.active if name != "sm120_path")
+    hooked = setting.active.keys() - {"sm120_path", "twice"}
+    yield from ((name, getattr(release, name)) for name in setting.active if name in hooked)
 
 
 def _replacements(setting: Setting, release: Release, installed: str) -> Iterator[tuple[str, Callable, bool]]:
@@ -85,8 +104,12 @@ def _replacements(setting: Setting, release: Release, installed: str) -> Iterato
     if setting.attention != settings.STOCK:
         rank = _resolve(release.rank_function) if release.rank_function else None
         yield release.layer_forward, adapters.note_layer, True
+        own = lambda seen: {"q of this rank": seen["q"][:, :, adapters.own_heads(seen["q"].shape[2], rank)]}  # noqa: E731
         ours = adapters.attention(setting.attention, rank)
-        yield release.attention.targets[0], _proven("attention", setting.attention, installed, ours), False
+        ours = _proven("attention", setting.attention, installed, ours, also=own)
+        if setting.twice != settings.STOCK:
+            ours = _proven("twice", setting.twice, installed, adapters.twice(ours))
+        yield release.attention.targets[0], ours, setting.twice != settings.STOCK
     if setting.sm120_path != settings.STOCK:  # that the sm_120 attention is called is the proof of the path
         stock = setting.attention == settings.STOCK
         call = lambda original, *a, **k: original(*a, **k)  # noqa: E731
@@ -134,8 +157,11 @@ def _select_path(name: str, impl: str, hook: Hook) -> None:
         os.environ[variable] = wanted
 
 
-def _proven(hook: str, impl: str, installed: str, function: Callable, compiled: bool = False) -> Callable:
-    """`function`, which leaves a receipt when its first call has returned.
+def _proven(
+    hook: str, impl: str, installed: str, function: Callable, compiled: bool = False,
+    also: Callable[[dict[str, Any]], dict[str, Any]] = lambda seen: {},
+) -> Callable:  # fmt: skip
+    """`function`, which leaves a receipt when its first call has returned, with its arguments and what is `also` seen.
 
     torch.compile leaves it alone, unless `compiled`: what it calls may then be compiled.
     """
@@ -148,7 +174,7 @@ def _proven(hook: str, impl: str, installed: str, function: Callable, compiled: 
         if not done:
             done = True
             seen = {str(place): value for place, value in enumerate(args)} | kwargs
-            receipts.write(_receipt("live", hook, impl, installed, seen))
+            receipts.write(_receipt("live", hook, impl, installed, seen | also(seen)))
         return result
 
     return import_module("torch").compiler.disable(called, recursive=not compiled)

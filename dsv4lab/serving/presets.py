@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from dsv4lab.hardware import NO_MULTICAST
 from dsv4lab.serving.settings import Setting
 
 _ALL = {"attention": "split_k", "indexer": "triton", "topk": "triton", "mhc": "split_k"}
@@ -36,7 +37,7 @@ _SYNTHETIC = (
     "--mem-fraction-static", "0.7", "--chunked-prefill-size", "2048",
 )  # fmt: skip
 _TRITON_GEMM = ("--fp8-gemm-backend", "triton", "--moe-runner-backend", "triton")
-_FP8_EXPERTS = {
+_FP8_EXPERTS = NO_MULTICAST | {
     "SGLANG_DSV4_FP4_EXPERTS": "0",
     "SGLANG_DSV4_MHC_PREWARM": "0",
     "SGLANG_IS_FLASHINFER_AVAILABLE": "false",
@@ -104,6 +105,10 @@ STAGES = {
     ),
     "indexer_stock_mhc": _stage(
         "The same uncapped, with SGLang's own MHC-pre: what ours is worth.", _on_path(**_ALL | {"mhc": "stock"})
+    ),
+    "attention_twice": _stage(
+        "The same, and after each attention call SGLang's own on all padded heads: for a trace that has both.",
+        _on_path(**_ALL, twice="padded"),
     ),
     "indexer_tuned": _stage(
         "All fixes with tuned tables for SGLang's FP8 GEMM and MoE.", _on_path(**_ALL, tables="tuned")

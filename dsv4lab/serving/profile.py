@@ -1,7 +1,8 @@
-"""A profile of a few steps of a steady decode batch, made by SGLang itself with torch's profiler: a trace file."""
+"""A profile of a few steps of a steady decode batch, made by SGLang with torch's profiler: a trace file a rank."""
 
 import asyncio
 import gzip
+import tempfile
 import time
 import zlib
 from collections.abc import Callable
@@ -20,30 +21,30 @@ class NoTrace(RuntimeError):
 
 
 def steady(
-    url: str, folder: Path, *, batch: int = 32, input: int = 256, steps: int = 3, eager: bool = False, seed: int = 0,
-    timeout_s: float = 120.0,
+    url: str, folder: Path, *, batch: int = 32, input: int = 256, steps: int = 3, eager: bool = False, ranks: int = 1,
+    seed: int = 0, timeout_s: float = 120.0,
 ) -> Path:  # fmt: skip
-    """The trace of `steps` decode steps of `batch` requests with prompts of `input` tokens, new in `folder`.
+    """A new folder in `folder` with a trace of each of `ranks`: `steps` decode steps of `batch` requests.
 
-    eager: with the shapes of every operation and the Python that called it; such a trace is large. The server must run
-    on this machine, for it writes the file. NoTrace or NoAnswer.
+    input: tokens of their prompts. eager: with the shapes of every operation and the Python that called it; such a
+    trace is large. The server must run on this machine, for it writes the files. NoTrace or NoAnswer.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    known = set(folder.glob(f"*{_SUFFIX}"))
+    place = Path(tempfile.mkdtemp(prefix=f"{len(list(folder.iterdir())) + 1}_", dir=folder))
     request = {
-        "output_dir": str(folder.resolve()),
+        "output_dir": str(place.resolve()),
         "num_steps": steps + 1,  # it ends before the last is launched
         "activities": ["CPU", "GPU"],
         "with_stack": eager,
         "record_shapes": eager,
     }
-    found = lambda: next((path for path in set(folder.glob(f"*{_SUFFIX}")) - known if is_whole(path)), None)  # noqa: E731
-    asyncio.run(_profile(url, Shape(input, _OUTPUT), batch, seed, request, found, timeout_s))
-    return found()
+    written = lambda: sum(map(is_whole, place.glob(f"*{_SUFFIX}"))) >= ranks  # noqa: E731
+    asyncio.run(_profile(url, Shape(input, _OUTPUT), batch, seed, request, written, timeout_s))
+    return place
 
 
 async def _profile(
-    url: str, shape: Shape, batch: int, seed: int, request: dict, found: Callable[[], object], timeout_s: float
+    url: str, shape: Shape, batch: int, seed: int, request: dict, written: Callable[[], bool], timeout_s: float
 ) -> None:
     outcomes: list[Outcome] = []
     wave = asyncio.create_task(load.wave(url, shape, batch, seed, timeout_s=timeout_s, outcomes=outcomes))
@@ -52,7 +53,7 @@ async def _profile(
         while not (len(outcomes) == batch and all(outcome.arrivals for outcome in outcomes)):
             await _pause(deadline, wave, outcomes, "before all requests decoded")
         await asyncio.to_thread(http.tell, url, "/start_profile", request, timeout=timeout_s)
-        while not found():
+        while not written():
             await _pause(deadline, wave, outcomes, "while the trace was awaited")
     finally:
         wave.cancel()

@@ -20,7 +20,9 @@ _STAGES = (
     (re.compile(r"Capture [^\r\n]*end"), "graphs captured"),
     (re.compile(r"Uvicorn running|fired up"), "answering"),
 )
-_COMPILATION = re.compile(r"nvcc|ninja|JIT[- ]?compil|[Cc]ompiling|[Aa]utotun")
+COMPILED = "Triton compiled"
+"""Before the name of each kernel that Triton compiles in a server: the plugin says so there."""
+_COMPILATION = re.compile(rf"nvcc|ninja|JIT[- ]?compil|[Cc]ompiling|[Aa]utotun|{COMPILED}")
 _HINTS = (
     (
         "--enable-torch-compile",

@@ -12,6 +12,7 @@ CHOICES = {
     "sm120_path": (STOCK, "forced"),
     "weights": (STOCK, "random"),
     "tables": (STOCK, "tuned"),
+    "twice": (STOCK, "padded"),
 }
 
 
@@ -21,7 +22,8 @@ class Setting:
 
     sm120_path "forced": SGLang takes the code path of sm_120 on whatever GPU there is. weights "random": in place of
     SGLang's dummy weights, such as give an answer something to depend on. tables "tuned": SGLang's Triton FP8 GEMM and
-    MoE take their configs from what `dsv4lab tune` wrote for this GPU.
+    MoE take their configs from what `dsv4lab tune` wrote for this GPU. twice "padded": after our attention, SGLang's
+    own on the call as it came, heads of other ranks and all, its result dropped: for a trace that has both.
     """
 
     attention: str = STOCK
@@ -31,12 +33,15 @@ class Setting:
     sm120_path: str = STOCK
     weights: str = STOCK
     tables: str = STOCK
+    twice: str = STOCK
     version: str = ""
 
     def __post_init__(self):
         for name, choices in CHOICES.items():
             if (value := getattr(self, name)) not in choices:
                 raise ValueError(f"{VARIABLE}: {name} must be one of {', '.join(choices)}, got {value!r}")
+        if self.twice != STOCK and self.attention == STOCK:
+            raise ValueError(f"{VARIABLE}: twice={self.twice} needs an attention of ours")
 
     @property
     def active(self) -> dict[str, str]:

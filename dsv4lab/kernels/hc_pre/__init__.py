@@ -57,8 +57,9 @@ from dsv4lab.model import DSV4_FLASH
 
 __all__ = [
     "CANDIDATES", "CASES", "EPS", "EXPERIMENT", "IMPLEMENTATIONS", "TABLE", "Case", "Config", "Dot", "Inputs", "Split",
-    "baseline", "composed", "config", "describe", "hc_pre", "judge", "launches", "make_inputs", "mixes", "normed",
-    "notes", "prepare", "reference", "rotated_bytes", "split", "static_launches", "warm_up", "work", "workspace_numel",
+    "baseline", "composed", "config", "describe", "empty", "hc_pre", "judge", "launches", "make_inputs", "mixes",
+    "normed", "notes", "prepare", "reference", "rotated_bytes", "split", "static_launches", "warm_up", "work",
+    "workspace_numel",
 ]  # fmt: skip
 
 IMPLEMENTATIONS = ("torch", "split_k", "split_k_bf16")
@@ -73,6 +74,14 @@ def workspace_numel(M: int, hidden: int, config: Config) -> int:
     if isinstance(config.sums, Split):
         return config.sums.partials(M, _WIDTH, HC * hidden)
     return M * _WIDTH
+
+
+def empty(M: int, hidden: int, device: torch.device, config: Config | None = None) -> tuple[Outputs, Tensor]:
+    """(results, workspace) of a call of M tokens, for the table's config or another."""
+    config = config or choose(target(device)[0], M).config
+    y = torch.empty(M, hidden, dtype=torch.bfloat16, device=device)
+    post, comb = torch.empty(M, HC, device=device), torch.empty(M, HC, HC, device=device)
+    return (y, post, comb), torch.empty(workspace_numel(M, hidden, config), device=device)
 
 
 def launches(
@@ -137,19 +146,12 @@ def hc_pre(
     if sinkhorn_iters < 1:
         raise ValueError(f"sinkhorn_iters must be at least 1, got {sinkhorn_iters}")
     (M, _, hidden), device = x.shape, x.device
-    needed = {
-        "y": (torch.bfloat16, (M, hidden)),
-        "post": (torch.float32, (M, HC)),
-        "comb": (torch.float32, (M, HC, HC)),
-    }
-    if out is None:
-        out = tuple(torch.empty(shape, dtype=dtype, device=device) for dtype, shape in needed.values())
-    for (name, (dtype, shape)), each in zip(needed.items(), out, strict=True):
-        checks.check_output(name, each, dtype, shape, device)
     config = config or choose(target(device)[0], M).config
-    least = workspace_numel(M, hidden, config)
-    workspace = torch.empty(least, dtype=torch.float32, device=device) if workspace is None else workspace
-    check_flat("workspace", workspace, torch.float32, least, device)
+    if out is None or workspace is None:
+        made = empty(M, hidden, device, config)
+        out, workspace = made[0] if out is None else out, made[1] if workspace is None else workspace
+    checks.check_outputs(out, M, hidden, device)
+    check_flat("workspace", workspace, torch.float32, workspace_numel(M, hidden, config), device)
     if M:
         numbers = dict(rms_eps=rms_eps, hc_eps=hc_eps, norm_eps=norm_eps, iters=sinkhorn_iters)
         for each in launches(call, *out, workspace, **numbers, weights_ready=weights_ready, config=config):

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from dsv4lab.kernels.hc_pre.cases import HC, MIX, Inputs
+from dsv4lab.kernels.hc_pre.cases import HC, MIX, Inputs, Outputs
 from dsv4lab.kernels.skinny_gemm.checks import MAX_ROWS
 
 _HIDDEN = 256
@@ -47,11 +47,14 @@ def _check_norm(weight: Tensor, hidden: int, device: torch.device) -> None:
         )
 
 
-def check_output(name: str, out: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:
-    if out.data_ptr() % 16:
-        raise ValueError(f"{name} must start at a multiple of 16 bytes, got {out.data_ptr():#x}")
-    if out.dtype != dtype or out.shape != shape or not out.is_contiguous() or out.device != device:
-        raise ValueError(
-            f"{name} must be contiguous {str(dtype).removeprefix('torch.')} {list(shape)} on {device}, got {out.dtype} "
-            f"{list(out.shape)} strides {out.stride()} on {out.device}"
-        )
+def check_outputs(out: Outputs, M: int, hidden: int, device: torch.device) -> None:
+    bf16, fp32 = torch.bfloat16, torch.float32
+    needed = ("y", bf16, (M, hidden)), ("post", fp32, (M, HC)), ("comb", fp32, (M, HC, HC))
+    for (name, dtype, shape), each in zip(needed, out, strict=True):
+        if each.data_ptr() % 16:
+            raise ValueError(f"{name} must start at a multiple of 16 bytes, got {each.data_ptr():#x}")
+        if each.dtype != dtype or each.shape != shape or not each.is_contiguous() or each.device != device:
+            raise ValueError(
+                f"{name} must be contiguous {str(dtype).removeprefix('torch.')} {list(shape)} on {device}, got "
+                f"{each.dtype} {list(each.shape)} strides {each.stride()} on {each.device}"
+            )

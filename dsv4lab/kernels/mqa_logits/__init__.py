@@ -52,8 +52,8 @@ from dsv4lab.model import DSV4_FLASH
 
 __all__ = [
     "CANDIDATES", "CASES", "EXPERIMENT", "IMPLEMENTATIONS", "TABLE", "Case", "Config", "Inputs", "baseline", "config",
-    "describe", "fp8_paged_mqa_logits", "judge", "launches", "make_inputs", "notes", "prepare", "query_lengths",
-    "reference", "rotated_bytes", "static_launches", "torch_logits", "warm_up", "work",
+    "describe", "empty", "fp8_paged_mqa_logits", "judge", "launches", "make_inputs", "notes", "prepare",
+    "query_lengths", "reference", "rotated_bytes", "static_launches", "torch_logits", "warm_up", "work",
 ]  # fmt: skip
 
 IMPLEMENTATIONS = ("torch_fallback", "torch_capped", "triton")
@@ -64,8 +64,9 @@ _INTERPRETED = triton.knobs.runtime.interpret
 _FEW_ROWS, _MANY_ROWS = 32, 256
 
 
-def _aligned(width: int) -> int:
-    return -(-width // 256) * 256
+def empty(rows: int, max_context_len: int, device: torch.device) -> Tensor:
+    """fp32 [rows, max_context_len] with rows at multiples of 1 KB: where logits go."""
+    return torch.empty(rows, -(-max_context_len // 256) * 256, device=device)[:, :max_context_len]
 
 
 def launches(
@@ -131,7 +132,7 @@ def fp8_paged_mqa_logits(
         checks.check_values(call)
     rows = q.shape[0] * q.shape[1]
     if out is None:
-        out = torch.empty(rows, _aligned(max_context_len), device=q.device)[:, :max_context_len]
+        out = empty(rows, max_context_len, q.device)
     checks.check_out(call, out)
     if maxima is not None:
         checks.check_maxima(call, maxima)
