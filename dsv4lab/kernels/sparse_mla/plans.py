@@ -101,7 +101,13 @@ def _gluon(block_n: int, num_stages: int) -> Config:
 GLUON = {
     "sm_90": _table(
         UNMEASURED,
+        (16, 8, Config(16, 32, 4, 1, False, 2)),
+        (16, 24, Config(16, 64, 4, 1, False, 2)),
+        (16, 64, _gluon(32, 4)),
+        (16, ANY, _gluon(64, 2)),
         (ANY, 2, Config(16, 32, 4, 1, True, 2)),
+        (ANY, 4, Config(16, 64, 4, 1, False, 2)),
+        (ANY, 32, _gluon(32, 4)),
         (ANY, ANY, _gluon(64, 2)),
     ),
 }

@@ -11,6 +11,7 @@ All of them read the DSv4 cache through `load_tile`: BLOCK_N selected tokens are
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LOG2E = tl.constexpr(1.4426950408889634)
 HALF = tl.constexpr(256)
@@ -157,13 +158,16 @@ def split_k_kernel(
     WIDTH: tl.constexpr, HAS_EXTRA: tl.constexpr, PAGE: tl.constexpr, EXTRA_PAGE: tl.constexpr,
     HAS_LENGTHS: tl.constexpr, HAS_EXTRA_LENGTHS: tl.constexpr, HAS_SINK: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, TRANSPOSE_SCORES: tl.constexpr,
-    COMPUTE: tl.constexpr,
+    COMPUTE: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """One program: one query row, BLOCK_H heads, one share of the row's selected positions.
 
     Grid (head blocks * NUM_SPLITS * rows), head blocks fastest so that they meet the same KV in L2. With SPLIT the
     normalised partial result and its log2-sum-exp2 go to the workspace; without, the finished row goes to `out`.
+    PDL: the combine is launched while this runs, and waits for it by itself.
     """
+    if PDL:
+        gdc_launch_dependents()
     pid = tl.program_id(0)
     head_blocks = tl.cdiv(H, BLOCK_H)
     hb = pid % head_blocks
@@ -233,6 +237,7 @@ def split_k_kernel(
 def combine_kernel(
     partial_out, partial_lse, attn_sink, out, out_stride_b, out_stride_s, out_stride_h, lse,
     S_Q, H, NUM_SPLITS, SPLITS_POW2: tl.constexpr, HAS_SINK: tl.constexpr, BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Merge the partial rows of one (row, head): out = sum_i w_i o_i / sum_i w_i, w_i = 2**(lse_i - max), and the sink.
 
@@ -244,6 +249,8 @@ def combine_kernel(
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     i = tl.arange(0, SPLITS_POW2)
     slot = (row * NUM_SPLITS + i) * H + h
+    if PDL:
+        gdc_wait()
     lse2 = tl.load(partial_lse + slot, mask=i < NUM_SPLITS, other=float("-inf"))
     m = tl.max(lse2, 0)
     base = tl.where(m == float("-inf"), 0.0, m)
