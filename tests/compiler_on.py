@@ -49,8 +49,8 @@ def compiled(tmp_path):
     def run(*code):
         script = tmp_path / "script.py"  # Triton reads a kernel's source from its file
         script.write_text(PRELUDE + "".join(map(textwrap.dedent, code)))
-        root = str(Path(hardware.__file__).parents[1])
-        environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": root}
+        path = [str(Path(hardware.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(path)}
         done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment)
         assert done.returncode == 0, done.stderr[-3000:]
         return done.stdout
