@@ -24,6 +24,7 @@ EXPERIMENTS = {
     "allreduce": Experiment("dsv4lab.allreduce.sweep:run", gpu=False),
     "bf16_drift": Experiment("dsv4lab.flip:run_drift", gpu=False),
     "bf16_selection": Experiment("dsv4lab.flip:run_selection", gpu=False),
+    "c4_layer": Experiment("dsv4lab.c4_layer:run"),
     "capture": Experiment("dsv4lab.capture.matrix:run"),
     "capture_gain": Experiment("dsv4lab.capture.gain:run"),
 }

@@ -4,11 +4,8 @@ import os
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
-
-from dsv4lab import hardware
 
 PRELUDE = """
 import threading
@@ -49,8 +46,7 @@ def compiled(tmp_path):
     def run(*code):
         script = tmp_path / "script.py"  # Triton reads a kernel's source from its file
         script.write_text(PRELUDE + "".join(map(textwrap.dedent, code)))
-        path = [str(Path(hardware.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(path)}
+        environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
         done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment)
         assert done.returncode == 0, done.stderr[-3000:]
         return done.stdout

@@ -278,7 +278,7 @@ def test_capture_needs_a_gpu_and_the_bf16_study_does_not(monkeypatch, capsys, tm
     monkeypatch.setattr(hardware, "probe", lambda: None)
     monkeypatch.setattr(flip, "SMALL", flip.Size((600,), 1, 256, 1, 1))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for stem in ("capture", "capture_gain"):
+    for stem in ("c4_layer", "capture", "capture_gain"):
         assert status("measure", stem) == 2
         assert f"{stem} needs a CUDA GPU" in capsys.readouterr().err
     assert status("measure", "bf16_selection", "--case", "random_n600", "--out", str(tmp_path)) == 0

@@ -1,6 +1,7 @@
 import subprocess
 import sys
 from importlib import invalidate_caches
+from importlib.machinery import PathFinder
 from importlib.metadata import PackageNotFoundError
 from types import SimpleNamespace
 
@@ -54,8 +55,9 @@ def flash_mla_sparse_decode_triton(q, k_cache, indices, topk_length, attn_sink, 
 
 @pytest.fixture
 def site(tmp_path, monkeypatch):
-    """A folder of installable fakes, first on the path."""
+    """A folder of installable fakes, first on the path; a real sglang is not seen, wherever it is installed."""
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(stock_simt, "find_spec", lambda name: PathFinder.find_spec(name, [str(tmp_path)]))
     for name in ("flash_mla", "sglang"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     invalidate_caches()

@@ -55,6 +55,21 @@ def test_only_addresses_differ_between_a_call_and_its_repetition(compiled):
     )
 
 
+def test_no_tensor_is_kept(compiled):
+    compiled(
+        LOADS,
+        """
+    import weakref
+    x, y = fresh()
+    held = weakref.ref(x), weakref.ref(y)
+    run(x, y)
+    seen.clear()
+    del x, y
+    assert _kept and [each() for each in held] == [None, None]
+    """,
+    )
+
+
 def test_another_layout_is_another_call(compiled):
     compiled(
         LOADS,

@@ -45,7 +45,7 @@ def test_a_setting_says_what_is_active():
             "atention=mma",
             "there is no 'atention'; known: attention, indexer, topk, mhc, sm120_path, weights, tables, twice, version",
         ),
-        ("attention=flash", "attention must be one of stock, simt, mma, split_k, got 'flash'"),
+        ("attention=flash", "attention must be one of stock, simt, mma, split_k, gluon, got 'flash'"),
         ("topk=triton,topk=stock", "topk is given twice"),
     ],
 )

@@ -11,7 +11,7 @@ from dsv4lab.kernels.launch import ColdKernel, frozen
 from dsv4lab.kernels.sparse_mla.tiles import VARYING
 
 DEVICE = "cpu" if hardware.probe() is None else "cuda"
-BATCHED = ("mma", "split_k")
+BATCHED = ("mma", "split_k", "gluon")
 
 
 def one(device=DEVICE, seed=0, **shape):
@@ -411,9 +411,10 @@ def variant(step: tuple) -> tuple:
     return kernel.__name__, tuple(sorted(known.items()))
 
 
-@pytest.mark.parametrize(("heads", "impl"), [(64, "split_k"), (8, "split_k"), (64, "mma"), (8, "simt")])
+@pytest.mark.parametrize(("heads", "impl"), [(64, "split_k"), (8, "split_k"), (64, "gluon"), (64, "mma"), (8, "simt")])
 def test_what_is_warmed_up_is_all_that_a_server_can_need(monkeypatch, heads, impl):
     warmed = set()
+    monkeypatch.setattr(mla, "_INTERPRETED", False)
     monkeypatch.setattr(mla, "warm", lambda *step: warmed.add(variant(step)))
     mla.warm_up("cpu", heads=heads, impl=impl)
     needed = set()
@@ -452,6 +453,17 @@ def test_after_warm_up_no_batch_and_no_width_compiles_anything(heads):
             case = mla.Case("served", rows, heads, topk=topk, extra_page=extra_page, lengths="mixed")
             (call,) = mla.make_inputs(case, device="cuda")
             assert mla.sparse_mla_decode(**vars(call))[0].isfinite().all()
+
+
+def test_gluon_is_split_k_where_it_has_no_kernel():
+    for arch in ("sm_80", "sm_89", "sm_120", "sm_121"):
+        for rows in (1, 8, 128):
+            mine, theirs = (mla.plan(rows, 64, (128, 512), impl=i, arch=arch, sms=188) for i in ("gluon", "split_k"))
+            assert mine == theirs
+    (name, (_, config)) = next((n, c) for n, c in mla.CANDIDATES.items() if c[0] == "gluon")
+    with pytest.raises(ValueError, match=f"config {name} must run on sm_90, got sm_120"):
+        mla.plan(1, 64, (128,), impl="gluon", arch="sm_120", sms=188, config=config)
+    assert mla.plan(128, 64, (128, 512), impl="gluon", arch="sm_90", sms=132).config.gluon
 
 
 @pytest.mark.gpu

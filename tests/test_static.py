@@ -13,7 +13,7 @@ from dsv4lab import hardware, static
 STEMS = ("sparse_mla", "mqa_logits", "topk", "skinny_gemm", "hc_pre", "norm_rope")
 
 
-MULTIPLYING = {"split_k_kernel", "logits_kernel", "split_kernel"}
+MULTIPLYING = {"split_k_kernel", "gluon_kernel", "logits_kernel", "split_kernel"}
 """The kernels whose work is a matrix product."""
 
 

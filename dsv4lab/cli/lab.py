@@ -72,7 +72,8 @@ def measure(
     Args:
         stem: A module of dsv4lab/kernels that has CASES; or allreduce (NCCL and its rivals on all GPUs of this machine,
             gloo on its CPU where there are not two), bf16_selection and bf16_drift (what the bf16 flip costs in
-            accuracy), capture (what of torch.compile can be captured in a CUDA graph), capture_gain (what it gains).
+            accuracy), c4_layer (indexer and attention of a layer as one captured sequence, and its gaps), capture (what
+            of torch.compile can be captured in a CUDA graph), capture_gain (what it gains).
         peers: Measure other people's kernels in the same run, where they are installed.
         sweep: Measure the module's candidate configurations instead: what its table of configs is chosen from.
         case: One of the module's CASES; for allreduce a size, as 512KiB. All if none is given.

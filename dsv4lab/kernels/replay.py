@@ -63,6 +63,8 @@ def _steps(made: list[tuple], tensors: Sequence[Tensor | None], starts: list[int
         places = [(at, _place(value, tensors, starts)) for at, value in enumerate(values) if isinstance(value, Tensor)]
         if compiled is None or any(place is None for _, place in places):
             return None
+        for at, _ in places:
+            values[at] = 0  # an address stands here: the tensor itself would be kept from being freed
         steps.append((compiled[(*grid, 1, 1)[:3]], values, [(at, *place) for at, place in places]))
     return steps
 

@@ -33,6 +33,7 @@ ATTENTION = {
     "simt": Look("SIMT per head", ORANGE, "s"),
     "mma": Look("MMA, no split", SKY, "^"),
     "split_k": Look("split-K", BLUE, "o"),
+    "gluon": Look("Gluon", PURPLE, "X"),
     "stock_simt": Look("SGLang stock", VERMILLION, "D"),
     "flashmla": Look("FlashMLA", GREEN, "v"),
 }

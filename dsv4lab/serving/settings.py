@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 VARIABLE = "DSV4LAB"
 STOCK = "stock"
 CHOICES = {
-    "attention": (STOCK, "simt", "mma", "split_k"),
+    "attention": (STOCK, "simt", "mma", "split_k", "gluon"),
     "indexer": (STOCK, "torch_fallback", "torch_bf16", "triton"),
     "topk": (STOCK, "triton"),
     "mhc": (STOCK, "bf16", "split_k", "split_k_bf16"),

@@ -111,9 +111,16 @@ _TILES = (
     (32, 32, 512, 512, 8),
     (16, 16, 512, 512, 8),
 )
+_WHOLE = (
+    *((block_m, 32, chunk, chunk, warps) for block_m in (16, 32, 64) for chunk, warps in ((64, 4), (128, 4), (128, 8))),
+    *((block_m, 16, chunk, chunk, 4) for block_m in (16, 32, 64) for chunk in (128, 256)),
+    (16, 32, 256, 256, 8),
+    (32, 32, 256, 256, 8),
+)
 SWEEP = (
     *(Dot(block_k, warps) for block_k, warps in ((4096, 4), (4096, 8), (16384, 16))),
     *(Split(*tile, combine) for tile in _TILES for combine in COMBINES),
+    *(Split(*tile, combine, whole=True) for tile in _WHOLE for combine in ("last", "pdl")),
 )
 
 

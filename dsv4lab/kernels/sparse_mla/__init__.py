@@ -16,7 +16,8 @@ token once per head, and follows FlashMLA's `flash_mla_with_kvcache` contract:
 Numerics: bf16 operands, fp32 scores, softmax and accumulation. A scale byte above 134 (activations beyond 57,344)
 saturates. Bitwise repeatable, and the same under graph replay. Implementations: `simt` (one program per row and head:
 the stock structure), `mma` (tensor cores, one program per row and head block), `split_k` (the same with each row's
-positions split over programs and merged by log-sum-exp).
+positions split over programs and merged by log-sum-exp), `gluon` (`split_k` with a kernel for Hopper where that is
+faster; the same as `split_k` on every other architecture).
 """
 
 import functools
@@ -42,8 +43,10 @@ from dsv4lab.kernels.sparse_mla.cases import (
     work,
 )
 from dsv4lab.kernels.sparse_mla.checks import IMPLEMENTATIONS
+from dsv4lab.kernels.sparse_mla.gluon_tiles import OPTIONS, gluon_kernel
 from dsv4lab.kernels.sparse_mla.plans import (
     CANDIDATES,
+    GLUON,
     SIMT_BLOCK_N,
     SIMT_WARPS,
     TABLE,
@@ -98,13 +101,18 @@ def plan(
     """The launch plan for `rows` = B * s_q query rows and index widths (window, topk): shapes in, shapes out."""
     if impl == "mma":
         return Plan(config or mma_config(heads), rows, heads)
-    return split_plan(config or choose(arch, heads, rows).config, rows=rows, heads=heads, widths=widths, sms=sms)
+    config = config or choose(arch, heads, rows, impl).config
+    if config.gluon and arch not in GLUON:
+        raise ValueError(f"config {config.name} must run on {', '.join(GLUON)}, got {arch}")
+    return split_plan(config, rows=rows, heads=heads, widths=widths, sms=sms)
 
 
 def plan_for(call: Inputs, impl: str = "split_k", config: Config | None = None) -> Plan:
     """The plan of a call on the device it lies on; interpreted calls are planned as on an H200."""
     q, extra = call.q, call.extra_indices_in_kvcache
     arch, sms = _target(q.device)
+    if impl == "gluon" and config is None and _INTERPRETED:
+        impl = "split_k"  # Gluon has no interpreter
     widths = call.indices.shape[-1], 0 if extra is None else extra.shape[-1]
     return plan(q.shape[0] * q.shape[1], q.shape[2], widths, impl=impl, arch=arch, sms=sms, config=config)
 
@@ -153,11 +161,15 @@ def launches(
     if split:
         partial_out, partial_lse = workspace[: plan.workspace_numel].split([plan.partials * HEAD_DIM, plan.partials])
     attend |= dict(
-        partial_out=partial_out, partial_lse=partial_lse, NUM_SPLITS=plan.num_splits, SPLIT=split,
-        BLOCK_H=c.block_h, BLOCK_N=c.block_n, STAGES=c.num_stages, TRANSPOSE_SCORES=c.transpose_scores,
-        COMPUTE=tl.float32 if _INTERPRETED else tl.bfloat16, num_warps=c.num_warps, num_stages=c.num_stages,
+        partial_out=partial_out, partial_lse=partial_lse, NUM_SPLITS=plan.num_splits, SPLIT=split, BLOCK_N=c.block_n,
+        STAGES=c.num_stages, num_warps=c.num_warps,
     )  # fmt: skip
-    steps = [(split_k_kernel, (plan.blocks,), attend)]
+    of_triton = dict(
+        BLOCK_H=c.block_h, TRANSPOSE_SCORES=c.transpose_scores, COMPUTE=tl.float32 if _INTERPRETED else tl.bfloat16,
+        num_stages=c.num_stages,
+    )  # fmt: skip
+    kernel, options = (gluon_kernel, OPTIONS) if c.gluon else (split_k_kernel, of_triton)
+    steps = [(kernel, (plan.blocks,), attend | options)]
     if split:
         # many partial rows: few columns a program, so that all are in flight at once
         block_d, warps = (64, 1) if plan.num_splits > 8 else (512, 4 if plan.num_splits > 4 else 1)
@@ -239,6 +251,8 @@ def prepare(impl: str, inputs: Inputs) -> Callable[[], tuple[Tensor, Tensor]]:
     It allocates as a serving engine does: from the pool of the graph that captures it.
     """
     impl, config = CANDIDATES.get(impl, (impl, None))
+    if config:
+        plan_for(inputs, impl, config)  # refuses what this GPU has no kernel for
     return functools.partial(sparse_mla_decode, **vars(inputs), impl=impl, config=config)
 
 
@@ -258,8 +272,8 @@ def warm_up(
         (call,) = make_inputs(case, device=device)
         out, lse = torch.empty_like(call.q), torch.empty(1, heads, 1, device=device)
         plans = [None] if impl == "simt" else [plan(1, heads, (case.window, width), impl=impl, arch=arch, sms=sms)]
-        if impl == "split_k":
-            plans = reachable(heads=heads, window=case.window, most=width, arch=arch, sms=sms)
+        if impl in ("split_k", "gluon"):
+            plans = reachable(impl, heads=heads, window=case.window, most=width, arch=arch, sms=sms)
         for each in plans:
             workspace = torch.empty(each.workspace_numel if each else 0, device=device)
             for step in launches(call, out, lse, workspace, impl=impl, plan=each):
@@ -276,13 +290,15 @@ def notes(impl: str, inputs: Inputs) -> dict:
 
 
 def describe(arch: str) -> list[str]:
-    """One line for each batch bucket: what `split_k` would run on an architecture, and the evidence for it."""
-    return [f"split_k, {b.limits}: {b.config.name} ({b.evidence})" for b in buckets(arch)]
+    """One line for each batch bucket: what `split_k` and `gluon` would run on an architecture, and the evidence."""
+    tables = {"split_k": buckets(arch), "gluon": GLUON.get(arch, ())}
+    return [f"{impl}, {b.limits}: {b.config.name} ({b.evidence})" for impl, table in tables.items() for b in table]
 
 
 def static_launches(arch: str) -> Iterator[tuple[str, list[tuple]]]:
     """The launches of every table entry of an architecture, on CPU tensors, by the name of the entry."""
-    for bucket in buckets(arch):
+    gluon = [bucket for bucket in GLUON.get(arch, ()) if bucket.config.gluon]
+    for bucket in (*buckets(arch), *gluon):
         heads, rows = min(bucket.max_heads, 64), min(bucket.max_rows, 4)
         (call,) = make_inputs(Case("static", rows, heads), device="cpu")
         out, lse = torch.empty_like(call.q), torch.empty(rows, heads, 1)

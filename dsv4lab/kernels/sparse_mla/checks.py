@@ -6,7 +6,7 @@ from torch import Tensor
 from dsv4lab import kv_cache
 from dsv4lab.kernels.sparse_mla.cases import HEAD_DIM, TOKEN_BYTES, Inputs
 
-IMPLEMENTATIONS = ("simt", "mma", "split_k")
+IMPLEMENTATIONS = ("simt", "mma", "split_k", "gluon")
 
 
 def _check_indices(name: str, indices: Tensor, length_name: str, length: Tensor | None, q: Tensor) -> None:

@@ -14,7 +14,8 @@ class Config:
     """One compiled variant: BLOCK_H heads share each gathered tile of BLOCK_N tokens.
 
     transpose_scores: compute K q^T rather than q K^T. blocks_per_sm: how many such blocks an SM holds at once, and so
-    how many the split makes.
+    how many the split makes. gluon: the warp-specialised kernel of Hopper, with 64 heads a block and `num_stages` tiles
+    in shared memory.
     """
 
     block_h: int
@@ -23,9 +24,12 @@ class Config:
     num_stages: int
     transpose_scores: bool
     blocks_per_sm: int
+    gluon: bool = False
 
     @property
     def name(self) -> str:
+        if self.gluon:
+            return f"gluon_n{self.block_n}_s{self.num_stages}"
         order = "kq" if self.transpose_scores else "qk"
         return f"h{self.block_h}_n{self.block_n}_w{self.num_warps}_s{self.num_stages}_{order}_x{self.blocks_per_sm}"
 
@@ -46,6 +50,7 @@ class Bucket:
 
 ANY = 2**31
 SWEEP_H200 = "records/sparse_mla_decode_sweep_h200_20261129T151739Z.jsonl"
+UNMEASURED = "no record yet"
 COMPILED = "records/static/sparse_mla_20261129T183400Z.json"
 """No such GPU has been measured. Taken is what the compiler makes without a spill within the shared memory of a block
 there, and, of several such, what was faster on the H200 with one block an SM (the sweep's "x1")."""
@@ -87,6 +92,20 @@ TABLE = {
         (ANY, ANY, Config(32, 32, 4, 1, True, 1)),
     ),
 }
+
+
+def _gluon(block_n: int, num_stages: int) -> Config:
+    return Config(64, block_n, 4, num_stages, False, 1, gluon=True)
+
+
+GLUON = {
+    "sm_90": _table(
+        UNMEASURED,
+        (ANY, 2, Config(16, 32, 4, 1, True, 2)),
+        (ANY, ANY, _gluon(64, 2)),
+    ),
+}
+"""What the implementation `gluon` runs, where it has a kernel at all; elsewhere it is `split_k`."""
 RELATIVE = {"sm_86": "sm_89", "sm_87": "sm_89", "sm_121": "sm_120"}
 
 SIMT_BLOCK_N, SIMT_WARPS = 16, 8  # one of the stock kernel's three; faster ones exist and would be no baseline
@@ -113,8 +132,10 @@ SWEEP = (
 )
 """What a sweep tries. Those with one block an SM stand for GPUs whose shared memory holds no more."""
 
-CANDIDATES = {f"mma_bh{block_h}": ("mma", mma_config(64, block_h)) for block_h in (16, 32, 64)} | {
-    f"split_k_{config.name}": ("split_k", config) for config in SWEEP
+CANDIDATES = {
+    **{f"mma_bh{block_h}": ("mma", mma_config(64, block_h)) for block_h in (16, 32, 64)},
+    **{f"split_k_{config.name}": ("split_k", config) for config in SWEEP},
+    **{config.name: ("gluon", config) for config in (_gluon(64, 2), _gluon(32, 4))},
 }
 """Names under which a sweep measures (implementation, config)."""
 
@@ -160,13 +181,17 @@ def tuned_buckets(arch: str) -> tuple[Bucket, ...]:
 
 def in_use(arch: str) -> tuple[Bucket, ...]:
     """All that `choose` may choose from."""
-    return *tuned_buckets(arch), *buckets(arch)
+    return *GLUON.get(arch, ()), *tuned_buckets(arch), *buckets(arch)
 
 
-def choose(arch: str, heads: int, rows: int) -> Bucket:
-    """The entry for `heads` and `rows` on an architecture: what was tuned here for as many heads, or the table's."""
-    tuned = [b for b in tuned_buckets(arch) if heads == b.max_heads and rows <= b.max_rows]
-    return next(b for b in (*tuned, *buckets(arch)) if heads <= b.max_heads and rows <= b.max_rows)
+def choose(arch: str, heads: int, rows: int, impl: str = "split_k") -> Bucket:
+    """The entry for `heads` and `rows` on an architecture: what was tuned here for as many heads, or the table's.
+
+    For `gluon` that of its own table, where the architecture has one.
+    """
+    gluon = GLUON.get(arch, ()) if impl == "gluon" else ()
+    tuned = [b for b in tuned_buckets(arch) if heads == b.max_heads]
+    return next(b for b in (*gluon, *tuned, *buckets(arch)) if heads <= b.max_heads and rows <= b.max_rows)
 
 
 def split_plan(config: Config, *, rows: int, heads: int, widths: tuple[int, ...], sms: int) -> Plan:
@@ -181,12 +206,13 @@ def split_plan(config: Config, *, rows: int, heads: int, widths: tuple[int, ...]
     return Plan(config, rows, heads, num_splits=-(-tiles // share))
 
 
-def reachable(*, heads: int, window: int, most: int, arch: str, sms: int) -> list[Plan]:
+def reachable(impl: str, *, heads: int, window: int, most: int, arch: str, sms: int) -> list[Plan]:
     """One plan, of one row, for each variant that some number of rows and up to `most` extra positions come to."""
     found = {}
     full = sms * max(bucket.config.blocks_per_sm for bucket in in_use(arch))
     for width in {0, most, *range(64, most, 64)} if most else {0}:
         for rows in range(1, full + 2):  # with more rows nothing is split any more
-            made = split_plan(choose(arch, heads, rows).config, rows=rows, heads=heads, widths=(window, width), sms=sms)
+            config = choose(arch, heads, rows, impl).config
+            made = split_plan(config, rows=rows, heads=heads, widths=(window, width), sms=sms)
             found.setdefault((made.config, made.num_splits), replace(made, rows=1))
     return list(found.values())
