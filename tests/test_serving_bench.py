@@ -1,7 +1,9 @@
 import asyncio
 import json
 import os
+import sys
 import threading
+import types
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 
@@ -10,7 +12,7 @@ from aiohttp import web
 
 from dsv4lab import cli, records
 from dsv4lab.records import Environment, Git
-from dsv4lab.serving import bench, guard, http, launch, receipts, settings
+from dsv4lab.serving import bench, guard, http, launch, receipts, settings, sglang_load
 from dsv4lab.serving.bench import Identity, Measured, Plan, WrongServer
 from dsv4lab.serving.load import Outcome, Shape, body, check_length, take, take_chunk
 
@@ -319,6 +321,75 @@ def test_compilations_in_the_log_of_the_run_are_told(server, tmp_path):
         (found,) = bench.measure(server.url, SMALL, log, say=lambda text: None)
     assert found.compiles == 2  # two waves; that of the warm-up does not count
     assert "2 compilations meanwhile" in found.headline()
+
+
+# SGLang's own benchmark
+
+
+class Output(types.SimpleNamespace):
+    @classmethod
+    def init_new(cls, given):
+        return cls(prompt_len=given.prompt_len, itl=[])
+
+
+@pytest.fixture
+def sglang(monkeypatch) -> types.ModuleType:
+    """A benchmark with the names of SGLang's that runs one request after the other."""
+    module = types.ModuleType("sglang.benchmark.serving")
+    for name in ("sglang", "sglang.benchmark"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    module.ASYNC_REQUEST_FUNCS, module.RequestFuncOutput, module.outputs = {}, Output, []
+    module.DatasetRow = lambda *row: types.SimpleNamespace(prompt=row[0], prompt_len=row[1], output_len=row[2])
+    module.set_global_args = lambda given: vars(module).update(args=given)
+
+    async def benchmark(backend, input_requests, **more):
+        print("much")
+        assert more["max_concurrency"] == len(input_requests) == module.args.num_prompts
+        for row in input_requests:
+            module.outputs.append(await module.ASYNC_REQUEST_FUNCS[backend](request_func_input=row, pbar=None))
+        good = sum(output.success for output in module.outputs[-len(input_requests) :])
+        return {"output_throughput": 10.0 * good, "median_ttft_ms": 5.0, "median_tpot_ms": float("nan")}
+
+    module.benchmark = benchmark
+    return module
+
+
+def test_sglangs_benchmark_drives_and_its_account_is_recorded_beside_ours(server, sglang, tmp_path, capsys):
+    server.scripts = [GOOD] * 4 + [[chunk(1), ERROR, "[DONE]"]] + [GOOD]
+    plan = replace(SMALL, driver="sglang", waves=3)
+    _, valid = bench.run(server.url, plan, stage="x", directory=tmp_path, say=lambda text: None)
+    (record,) = records.read("serving", tmp_path)
+    assert not valid and "much" not in capsys.readouterr().out
+    assert (record.check["ok"], record.check["failed"], record.method["driver"]) == (11, 1, "sglang")
+    assert record.result["sglang_output_tok_s"] == 40 and record.result["sglang_ttft_ms"] == 5
+    assert record.result["sglang_tpot_ms"] is None and record.result["output_tok_s"] > 0
+    failed, good = sglang.outputs[4], sglang.outputs[-1]
+    assert not failed.success and "engine died" in failed.error and failed.output_len == 0
+    assert good.success and good.output_len == 4 and len(good.itl) == 3 and 0 < good.ttft < good.latency
+    assert [len(asked["input_ids"]) for asked in server.asked] == [8] * 16
+
+
+def test_what_breaks_in_sglangs_benchmark_costs_only_what_it_had_not_begun(server, sglang):
+    run = sglang.benchmark
+
+    async def breaks(input_requests, **more):
+        more["max_concurrency"] = sglang.args.num_prompts = 3
+        await run(input_requests=input_requests[:3], **more)
+        raise KeyError("mean_ttft_ms")
+
+    sglang.benchmark = breaks
+    found = measured(server, [GOOD], replace(SMALL, driver="sglang"))
+    assert found.ok == 6 and not found.valid and "sglang_ttft_ms" not in found.result()
+    assert "SGLang's benchmark: KeyError: 'mean_ttft_ms'" in found.headline()
+
+
+def test_without_sglang_its_benchmark_is_named_missing(server, monkeypatch):
+    monkeypatch.setattr(sglang_load, "_PLACES", ("sglong.benchmark",))
+    with pytest.raises(ValueError, match=r"there is no sglong; --driver own needs none"):
+        measured(server, [GOOD], replace(SMALL, driver="sglang"))
+    with pytest.raises(ValueError, match="driver must be one of own, sglang, got 'vllm'"):
+        replace(SMALL, driver="vllm")
 
 
 # the right server

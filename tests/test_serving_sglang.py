@@ -4,10 +4,15 @@ import enum
 import importlib.machinery
 import importlib.util
 import inspect
+import os
 import re
+import socket
+import subprocess
 import sys
+import time
 import types
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -19,7 +24,7 @@ import triton
 
 from dsv4lab import numerics, tuned, verdict
 from dsv4lab.kernels import mqa_logits, sparse_mla
-from dsv4lab.serving import arguments, plugin, presets, releases, settings
+from dsv4lab.serving import arguments, bench, http, plugin, presets, releases, settings
 from dsv4lab.serving.launch import Config
 from dsv4lab.tune import candidates, fp8_gemm, moe
 
@@ -144,3 +149,28 @@ def test_the_real_parser_refuses_an_unknown_flag(capsys):
     with pytest.raises(SystemExit):
         arguments.parse(["--model-path", "a/b", "--no-such-flag", "1"])
     assert "unrecognized arguments: --no-such-flag 1" in capsys.readouterr().err
+
+
+def test_the_real_benchmark_drives_a_wave(torchvision, monkeypatch):
+    monkeypatch.setattr(bench, "clocks_now", lambda: None)
+    if importlib.util.find_spec("datasets") is None:  # of which it uses nothing here
+        stub("datasets", load_dataset=None)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, Path(__file__).with_name("fake_sglang.py"), "--port", str(port)]
+    server = subprocess.Popen(command, env=os.environ | {"DSV4LAB": ""}, stdout=subprocess.DEVNULL)
+    try:
+        url, end = f"http://127.0.0.1:{port}", time.monotonic() + 20
+        while not http.healthy(url) and time.monotonic() < end:
+            time.sleep(0.05)
+        plan = bench.Plan((2,), bench.Shape(8, 40), waves=2, driver="sglang")
+        (found,) = bench.measure(url, plan, say=lambda text: None)
+        assert (found.ok, len(found.accounts)) == (4, 2), found.headline()
+        assert all((each["completed"], each["total_output_tokens"]) == (2, 80) for each in found.accounts)
+        result = found.result()
+        assert 0.5 < result["sglang_output_tok_s"] / result["output_tok_s"] < 1.05
+        assert 0.8 < result["sglang_tpot_ms"] / result["tpot_ms"] < 1.3
+    finally:
+        server.kill()
+        server.wait()

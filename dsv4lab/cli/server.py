@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from tyro.conf import Positional, UseAppendAction, arg
 
@@ -82,6 +82,7 @@ def bench(
     output: int = 256,
     waves: int = 3,
     no_stream: bool = False,
+    driver: Literal["sglang", "own", ""] = "",
     seed: int = 0,
     expect: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="NAME=VALUE")] = (),
     stage: Annotated[str, arg(help_behavior_hint="")] = "",
@@ -98,19 +99,22 @@ def bench(
         output: Tokens of an answer.
         waves: How often; the median counts.
         no_stream: Take answers whole: less work for server and client, and no times to first token.
+        driver: What starts the requests of a wave: SGLang's own serving benchmark, whose account is then recorded
+            beside ours, or all at once (own). The former where it is installed, if not given.
         seed: Of the prompts.
         expect: What the server must say of itself, or hooks=HOOK=IMPL,... live; else nothing is timed.
         stage: What the records call it. The preset it was started with, if here.
         out: Folder for the record file. records/ of the checkout if not given.
     """
     from dsv4lab.serving import bench as module
-    from dsv4lab.serving import http
+    from dsv4lab.serving import http, sglang_load
 
     try:
         counts = _numbers("--concurrency", concurrency)
         expected = dict(_pair(text) for text in expect)
         shape = module.Shape(input, output, not no_stream)
-        plan = module.Plan(counts, shape, waves, seed, expected)
+        driver = driver or ("sglang" if sglang_load.installed() else "own")
+        plan = module.Plan(counts, shape, waves, seed, expected, driver=driver)
         path, valid = module.run(url.rstrip("/"), plan, stage=stage, directory=out)
     except http.NoAnswer as error:
         print(f"dsv4lab: {url}: {error}", file=sys.stderr)

@@ -20,12 +20,15 @@ from urllib.parse import urlsplit
 from dsv4lab.files import without_folders
 from dsv4lab.journal import Journal
 from dsv4lab.records import Clocks, Environment, Git, Record
-from dsv4lab.serving import http, launch, load, receipts, server_log, settings
+from dsv4lab.serving import http, launch, load, receipts, server_log, settings, sglang_load
 from dsv4lab.serving.load import Outcome, Shape
 
 EXPERIMENT, SHARED = "serving", "serving_tp"
 """The experiments that a server on one GPU, and one that several share, is recorded under."""
 ALLOWED_FAILURES = 0.01
+DRIVERS = ("own", "sglang")
+"""All requests of a wave at once, or SGLang's own serving benchmark (`sglang_load`), which tells what it saw, too."""
+_OF_SGLANG = {"output_throughput": "output_tok_s", "median_ttft_ms": "ttft_ms", "median_tpot_ms": "tpot_ms"}
 _KEPT = (
     "version", "model_path", "load_format", "json_model_override_args", "quantization", "kv_cache_dtype", "tp_size",
     "pp_size", "dp_size", "nnodes", "context_length", "page_size", "max_total_num_tokens", "max_running_requests",
@@ -51,7 +54,7 @@ class Plan:
 
     expect: by name, what the server's account of itself must show as text; "hooks" as a setting. warm_up: tokens out in
     the unmeasured wave, if not those of the shape. timeout_s: of a wave. budget_s: of all waves at one concurrency;
-    what is still asked then has failed.
+    what is still asked then has failed. driver: what starts the requests of a wave, of `DRIVERS`.
     """
 
     concurrency: tuple[int, ...] = (1, 16, 32, 64)
@@ -62,8 +65,11 @@ class Plan:
     warm_up: int | None = None
     timeout_s: float = load.TIMEOUT_S
     budget_s: float = math.inf
+    driver: str = "own"
 
     def __post_init__(self):
+        if self.driver not in DRIVERS:
+            raise ValueError(f"driver must be one of {', '.join(DRIVERS)}, got {self.driver!r}")
         counts = {"input": self.shape.input, "output": self.shape.output, "warm_up": self.warm_up}
         settings.at_least(1, waves=self.waves, concurrency=min(self.concurrency, default=0), **counts)
 
@@ -112,12 +118,16 @@ def _text(value: Any) -> str:
 
 @dataclass
 class Measured:
-    """The waves at one concurrency, and how many compilations the server's log shows among them; None without a log."""
+    """The waves at one concurrency, and how many compilations the server's log shows among them; None without a log.
+
+    accounts: what SGLang's benchmark says of the waves that it drove.
+    """
 
     concurrency: int
     waves: list[list[Outcome]]
     compiles: int | None = None
     clocks: Clocks | None = None
+    accounts: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def outcomes(self) -> list[Outcome]:
@@ -135,7 +145,7 @@ class Measured:
         """The numbers: throughputs in tokens/s, times in ms; None where nothing came.
 
         steps_s: verification steps of a request a second, which are the server's. cached_tokens: of the prompts, what
-        the server took from its cache instead of computing it.
+        the server took from its cache instead of computing it. sglang_...: the same by SGLang's own benchmark.
         """
         good = [outcome for outcome in self.outcomes if outcome.tokens]
         steps, tokens = sum(o.steps for o in good), sum(o.tokens for o in good)
@@ -149,6 +159,10 @@ class Measured:
             "steps_s": _median([o.steps_s for o in good if o.steps_s is not None]),
             "cached_tokens": sum(o.cached for o in good),
             "compiles": self.compiles,
+        } | {
+            f"sglang_{ours}": _median([each[theirs] for each in self.accounts if math.isfinite(each[theirs])])
+            for theirs, ours in _OF_SGLANG.items()
+            if self.accounts
         }
 
     def headline(self) -> str:
@@ -200,19 +214,26 @@ def measure(url: str, plan: Plan, log: Path | None = None, say: Callable[[str], 
     for concurrency in plan.concurrency:
         seeds = iter(range(plan.seed + 1000 * concurrency, plan.seed + 1000 * concurrency + plan.waves + 1))
         end = time.monotonic() + plan.budget_s
-        before = clocks_now()
-        _wave(url, replace(plan.shape, output=plan.warm_up or plan.shape.output), concurrency, next(seeds), plan, end)
+        before, drive, accounts = clocks_now(), load.together, []
+        if plan.driver == "sglang":
+            drive = sglang_load.Benchmark()
+            accounts = drive.accounts
+        warm_up = replace(plan.shape, output=plan.warm_up or plan.shape.output)
+        _wave(url, warm_up, concurrency, next(seeds), plan, end, drive)
+        accounts.clear()
         written = log.stat().st_size if log else 0
-        waves = [_wave(url, plan.shape, concurrency, seed, plan, end) for seed in seeds]
+        waves = [_wave(url, plan.shape, concurrency, seed, plan, end, drive) for seed in seeds]
         compiles = server_log.compilations(log.read_bytes()[written:].decode(errors="replace")) if log else None
-        found = Measured(concurrency, waves, compiles, Clocks(before=before, after=clocks_now()))
+        found = Measured(concurrency, waves, compiles, Clocks(before=before, after=clocks_now()), accounts)
         say(found.headline())
         yield found
 
 
-def _wave(url: str, shape: Shape, concurrency: int, seed: int, plan: Plan, end: float) -> list[Outcome]:
+def _wave(
+    url: str, shape: Shape, concurrency: int, seed: int, plan: Plan, end: float, drive: load.Drive
+) -> list[Outcome]:
     timeout_s = max(min(plan.timeout_s, end - time.monotonic()), 0.1)  # 0 would be none
-    return asyncio.run(load.wave(url, shape, concurrency, seed, timeout_s=timeout_s))
+    return asyncio.run(load.wave(url, shape, concurrency, seed, timeout_s=timeout_s, drive=drive))
 
 
 def run(
@@ -248,6 +269,7 @@ def record(measured: Measured, plan: Plan, identity: Identity, stage: str) -> Re
             "name": "waves of C requests",
             "waves": plan.waves,
             "stream": plan.shape.stream,
+            "driver": plan.driver,
             "warm_up_waves": 1,
             "warm_up_output": plan.warm_up or plan.shape.output,
         },

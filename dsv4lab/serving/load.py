@@ -8,8 +8,9 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -87,6 +88,24 @@ def body(shape: Shape, rng: random.Random) -> dict[str, Any]:
     return {"input_ids": prompt, "sampling_params": sampling, "stream": shape.stream}
 
 
+@dataclass(frozen=True)
+class Job:
+    """One request that is to be sent: `run` sends it and fills the outcome."""
+
+    body: dict[str, Any]
+    outcome: Outcome
+    run: Callable[[], Awaitable[None]]
+
+
+Drive = Callable[[str, Shape, Sequence[Job]], Awaitable[None]]
+"""What runs all jobs to a server, and returns when they have ended."""
+
+
+async def together(url: str, shape: Shape, jobs: Sequence[Job]) -> None:
+    """All at once."""
+    await asyncio.gather(*(job.run() for job in jobs))
+
+
 async def wave(
     url: str,
     shape: Shape,
@@ -95,6 +114,7 @@ async def wave(
     *,
     timeout_s: float = TIMEOUT_S,
     outcomes: list[Outcome] | None = None,
+    drive: Drive = together,
 ) -> list[Outcome]:
     """`concurrency` requests at once; returns when the last has ended, or failed for taking longer than `timeout_s`.
 
@@ -109,8 +129,9 @@ async def wave(
     connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=timeout_s)
     options = dict(connector=connector, timeout=timeout, headers=headers(), read_bufsize=_LONGEST_LINE)
     async with aiohttp.ClientSession(**options) as session:
-        requests = zip(outcomes, bodies, strict=True)
-        await asyncio.gather(*(_request(session, url, shape, each, outcome) for outcome, each in requests))
+        pairs = zip(bodies, outcomes, strict=True)
+        jobs = [Job(each, outcome, partial(_request, session, url, shape, each, outcome)) for each, outcome in pairs]
+        await drive(url, shape, jobs)
     return outcomes
 
 
