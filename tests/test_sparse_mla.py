@@ -134,7 +134,7 @@ def test_a3_the_merge_weighs_partial_rows_by_their_lse():
     lse = numerics.poison_(torch.empty(2, 1, 1, device=DEVICE))
     combine_kernel[(2, 1)](
         partial_out, partial_lse, torch.tensor([-inf], device=DEVICE), out, 512, 512, 512, lse,
-        1, 1, 4, SPLITS_POW2=4, HAS_SINK=True, BLOCK_D=512,
+        1, 1, 4, SPLITS_POW2=4, HAS_SINK=True, BLOCK_D=512, PDL=False,
     )  # fmt: skip
     assert lse.flatten().tolist() == pytest.approx([1.81326, inf], abs=1e-5)
     assert out[0].float().unique().item() == pytest.approx(2 * 0.73106 + 4 * 0.26894, rel=8e-3)
