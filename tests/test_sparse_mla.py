@@ -10,6 +10,7 @@ from dsv4lab.kernels import sparse_mla as mla
 from dsv4lab.kernels.launch import ColdKernel, frozen
 from dsv4lab.kernels.sparse_mla.tiles import VARYING
 
+pytest_plugins = ["compiler_on"]
 DEVICE = "cpu" if hardware.probe() is None else "cuda"
 BATCHED = ("mma", "split_k", "gluon")
 
@@ -464,6 +465,33 @@ def test_gluon_is_split_k_where_it_has_no_kernel():
     with pytest.raises(ValueError, match=f"config {name} must run on sm_90, got sm_120"):
         mla.plan(1, 64, (128,), impl="gluon", arch="sm_120", sms=188, config=config)
     assert mla.plan(128, 64, (128, 512), impl="gluon", arch="sm_90", sms=132).config.gluon
+
+
+@pytest.mark.parametrize(("impl", "B"), [("simt", 1), ("mma", 1), ("split_k", 1), ("gluon", 4), ("gluon", 200)])
+def test_what_ran_once_is_warm_and_replays(compiled, impl, B):
+    """Compiled for sm_90 and launched on a driver that does nothing: as in a capture, and as a server's next call."""
+    compiled(
+        f"""
+    from dsv4lab.kernels import sparse_mla as mla
+    from dsv4lab.kernels.replay import replay, _kept
+    driver.set_active(Loads("sm_90"))
+    (call,) = mla.make_inputs(mla.Case("x", {B}, 64, window=128, topk=64), device="cpu")
+    out, lse = torch.empty_like(call.q), torch.empty({B}, 64, 1)
+    workspace = torch.empty(10**7)
+    decode = lambda: mla.sparse_mla_decode(**vars(call), out=out, lse=lse, workspace=workspace, impl={impl!r})
+    with frozen():
+        assert "is not warm" in refusal(decode)
+    decode()
+    steps = 2 if {impl!r} in ("split_k", "gluon") and {B} < 100 else 1
+    assert len(Loads.seen) == steps
+    with frozen():
+        decode()
+        tensors = [out, lse, workspace, *(t for t in vars(call).values() if isinstance(t, torch.Tensor))]
+        for _ in range(2):
+            replay(decode, ("x",), tensors)
+    assert len(Loads.seen) == 4 * steps and list(_kept.values()) != [None]
+    """,
+    )
 
 
 @pytest.mark.gpu
