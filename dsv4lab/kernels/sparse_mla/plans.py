@@ -51,7 +51,7 @@ class Bucket:
 ANY = 2**31
 SWEEP_H200 = "records/sparse_mla_decode_sweep_h200_20261129T151739Z.jsonl"
 PROBED = "a probe without a record"
-COMPILED = "records/static/sparse_mla_20261129T183400Z.json"
+COMPILED = "records/static/sparse_mla_20261129T213511Z.json"
 """No such GPU has been measured. Taken is what the compiler makes without a spill within the shared memory of a block
 there, and, of several such, what was faster on the H200 with one block an SM (the sweep's "x1")."""
 
