@@ -9,11 +9,11 @@ that meet at mbarriers in shared memory:
   256 output columns;
 - `values` brings in Q, then accumulates the other 256 columns with the P that it is given.
 
-The readers wait for the producer, so all care goes into its loop. In a probe without a record (an H200, B = 128,
-H = 64, cold) a launch took 47 us with the next tile's bytes on their way to registers while this one is written, 42
-with the next loads issued once this one is handed over, and 39 with bytes ahead in shared memory; FlashMLA took 46.
-Issuing the next tile's S behind this one's P V, so that the tensor cores never wait, gave nothing and is not done. The
-fence between the producer's stores and wgmma's reads is the readers', who have time for it.
+The readers wait for the producer, so all care goes into its loop. In probes without a record (an H200, B = 128, H = 64,
+cold) a launch took 47 us with the next tile's bytes on their way to registers while this one is written, 42 to 44 with
+the next loads issued once this one is handed over, and 39 with bytes ahead in shared memory; FlashMLA took 46. Issuing
+the next tile's S behind this one's P V, so that the tensor cores never wait, gave nothing and is not done. The fence
+between the producer's stores and wgmma's reads is the readers', who have time for it.
 """
 
 import triton.experimental.gluon.language as gl
