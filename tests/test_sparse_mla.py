@@ -473,7 +473,7 @@ def test_what_is_warmed_up_is_all_that_a_server_can_need(monkeypatch, heads, imp
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("heads", [8, 16, 32, 64])
+@pytest.mark.parametrize("heads", [8, 64])
 @pytest.mark.parametrize("impl", ["split_k", "gluon"])
 def test_after_warm_up_no_batch_and_no_width_compiles_anything(heads, impl):
     mla.warm_up("cuda", heads=heads, impl=impl)

@@ -194,11 +194,11 @@ def in_use(arch: str) -> tuple[Bucket, ...]:
 def choose(arch: str, heads: int, rows: int, impl: str = "split_k") -> Bucket:
     """The entry for `heads` and `rows` on an architecture: what was tuned here for as many heads, or the table's.
 
-    For `gluon` that of its own table, where the architecture has one.
+    For `gluon` that of its own table, where the architecture has one; for `split_k` never a config of Gluon's.
     """
     gluon = GLUON.get(arch, ()) if impl == "gluon" else ()
-    tuned = [b for b in tuned_buckets(arch) if heads == b.max_heads]
-    return next(b for b in (*gluon, *tuned, *buckets(arch)) if heads <= b.max_heads and rows <= b.max_rows)
+    tuned = [b for b in tuned_buckets(arch) if heads == b.max_heads and (impl == "gluon" or not b.config.gluon)]
+    return next(b for b in (*tuned, *gluon, *buckets(arch)) if heads <= b.max_heads and rows <= b.max_rows)
 
 
 def split_plan(config: Config, *, rows: int, heads: int, widths: tuple[int, ...], arch: str, sms: int) -> Plan:
