@@ -33,7 +33,7 @@ CASES = tuple(
 )
 PARTS = ("indexer", "attention", "layer")
 MOST_SETS = 8
-ATTENTION = "split_k"
+ATTENTION = "gluon"
 
 
 @dataclass

@@ -7,12 +7,24 @@ import textwrap
 
 import pytest
 
-PRELUDE = """
+PRELUDE = '''
 import threading
 import torch, triton, triton.language as tl
 from triton.runtime.driver import driver
 from dsv4lab.kernels.launch import ColdKernel, frozen, is_warm, launch, warm
 from dsv4lab.static import NamedTarget
+
+class Loads(NamedTarget):
+    """Loads what is compiled nowhere, and keeps what is launched."""
+
+    seen = []
+
+    class utils:
+        load_binary = staticmethod(lambda *_: (object(), 1, 8, 0, 1024))
+        get_device_properties = staticmethod(lambda _: {"max_shared_mem": 232_448})
+
+    def launcher_cls(self, source, metadata):
+        return lambda *launched: self.seen.append(launched)
 
 driver.set_active(NamedTarget("sm_90"))
 
@@ -36,7 +48,7 @@ def refusal(what, *arguments):
         what(*arguments)
     except (ColdKernel, ValueError) as error:
         return str(error)
-"""
+'''
 
 
 @pytest.fixture

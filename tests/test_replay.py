@@ -11,16 +11,6 @@ LOADS = """
 from dsv4lab.kernels.replay import _kept, replay
 from dsv4lab.kernels import replay as module
 
-class Loads(NamedTarget):
-    seen = []
-
-    class utils:
-        load_binary = staticmethod(lambda *_: (object(), 1, 8, 0, 1024))
-        get_device_properties = staticmethod(lambda _: {"max_shared_mem": 1 << 17})
-
-    def launcher_cls(self, source, metadata):
-        return lambda *launched: self.seen.append(launched)
-
 driver.set_active(Loads("sm_90"))
 seen, planned = Loads.seen, []
 

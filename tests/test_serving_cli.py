@@ -54,7 +54,7 @@ def test_serve_says_where_and_what_is_live(server, capsys):
     assert server.ended
     out = capsys.readouterr().out
     assert "loading weights" in out
-    assert "hooks live on 8 ranks: attention=split_k, indexer=triton, topk=triton" in out
+    assert "hooks live on 8 ranks: attention=gluon, indexer=triton, topk=triton" in out
 
 
 def test_what_comes_after_two_dashes_is_sglangs(server):

@@ -81,7 +81,7 @@ def test_a_server_starts_proves_its_hooks_and_ends(port, tmp_path):
 def test_a_hook_that_is_not_live_on_every_rank_fails_the_start(port, tmp_path, monkeypatch):
     monkeypatch.setattr(arguments, "check", lambda flags: 2)
     monkeypatch.setattr(machine, "gpus", lambda: [H200] * 2)
-    with pytest.raises(ServeError, match=r"attention=split_k is live on ranks \[0\] only, of 2 asked for; indexer="):
+    with pytest.raises(ServeError, match=r"attention=gluon is live on ranks \[0\] only, of 2 asked for; indexer="):
         Server(fake(port, tmp_path)).start()
     machine.check_port("127.0.0.1", port)
     monkeypatch.setenv("FAKE_RANKS", "2")
@@ -93,7 +93,7 @@ def test_receipts_of_an_earlier_start_do_not_count(port, tmp_path, monkeypatch):
     with Server(fake(port, tmp_path)):
         pass
     monkeypatch.setenv("FAKE_RANKS", "0")
-    with pytest.raises(ServeError, match="attention=split_k is live on no rank"):
+    with pytest.raises(ServeError, match="attention=gluon is live on no rank"):
         Server(fake(port, tmp_path)).start()
 
 

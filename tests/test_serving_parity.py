@@ -47,7 +47,7 @@ def test_ours_keeps_to_the_bounds_and_is_recorded(plan):
     assert 0 < whole.result["noise_mean"] < whole.result["noise_max"] < 0.2
     assert whole.check["passed"] and len(whole.check["differences"]) == 24
     assert "weights=random" in whole.server["native"]["hooks"]
-    assert "attention=split_k" in whole.server["indexer"]["hooks"]
+    assert "attention=gluon" in whole.server["indexer"]["hooks"]
     started = json.loads((plan.out / "runs" / "parity_native" / "started.json").read_text())
     assert "--disable-overlap-schedule" in started["argv"] and started["hooks"] == "weights=random"
 

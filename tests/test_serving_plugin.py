@@ -331,7 +331,7 @@ def test_attention_tells_of_its_heads_and_runs_before_sglangs_where_both_are_ask
     owner, name = plugin_owner(f"sglang.{target}")
     stock_one = getattr(owner, name)
     setattr(owner, name, functools.wraps(stock_one)(lambda **call: seen.append(call["q"].shape)))
-    assert registered(monkeypatch, "attention=split_k,twice=padded") == ""
+    assert registered(monkeypatch, "attention=gluon,twice=padded") == ""
     (call,) = sparse_mla.make_inputs(sparse_mla.Case("small", 2, 16, window=64, topk=0), device="cpu")
     monkeypatch.setattr(adapters._call, "heads", 8, raising=False)
     out, lse = found(target)(**vars(call), head_dim_v=512)
@@ -340,6 +340,7 @@ def test_attention_tells_of_its_heads_and_runs_before_sglangs_where_both_are_ask
     assert live.keys() == {"attention", "twice"}
     assert live["attention"].arguments["q"] == "bfloat16[2, 1, 16, 512]"
     assert live["attention"].arguments["q of this rank"] == "bfloat16[2, 1, 8, 512]"
+    assert live["attention"].impl == "gluon" and live["attention"].arguments["runs"].startswith("variant h16_n32_")
     assert "needs an attention of ours" in registered(monkeypatch, "twice=padded")
 
 

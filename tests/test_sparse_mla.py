@@ -1,5 +1,6 @@
 """Sparse MLA decode against float64: shapes, lengths, sinks, layouts. a1 to a20 are faults met in public projects."""
 
+import inspect
 from dataclasses import replace
 
 import pytest
@@ -8,10 +9,23 @@ import torch
 from dsv4lab import hardware, kv_cache, numerics
 from dsv4lab.kernels import sparse_mla as mla
 from dsv4lab.kernels.launch import ColdKernel, frozen
+from dsv4lab.kernels.sparse_mla import tiles
+from dsv4lab.kernels.sparse_mla.gluon_tiles import gluon_kernel
 from dsv4lab.kernels.sparse_mla.tiles import VARYING
 
+pytest_plugins = ["compiler_on"]
 DEVICE = "cpu" if hardware.probe() is None else "cuda"
-BATCHED = ("mma", "split_k", "gluon")
+HOPPER = DEVICE == "cuda" and torch.cuda.get_device_capability() == (9, 0)
+GLUON = [
+    pytest.param(
+        {"impl": impl, "config": config}, id=name,
+        marks=[pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="the Gluon kernel is for sm_90")],
+    )
+    for name, (impl, config) in mla.CANDIDATES.items() if impl == "gluon"
+]  # fmt: skip
+FORMS = [pytest.param({"impl": "split_k"}, id="split_k"), *GLUON]
+"""How `split_k` splits and merges, with its own kernel and with each tile of Gluon's, whatever the table says."""
+EVERY = [*(pytest.param({"impl": impl}, id=impl) for impl in mla.IMPLEMENTATIONS), *GLUON]
 
 
 def one(device=DEVICE, seed=0, **shape):
@@ -41,36 +55,40 @@ WHOLE, SPLIT = (mla.Config(16, 16, 4, 1, False, blocks_per_sm) for blocks_per_sm
 """One split for a whole row, and as many splits as it has tiles of 16."""
 
 
-@pytest.mark.parametrize("impl", mla.IMPLEMENTATIONS)
+@pytest.mark.parametrize("form", EVERY)
 @pytest.mark.parametrize("lengths", ["full", "mixed"])
-def test_every_implementation(impl, lengths):
-    assert_right(one(lengths=lengths, s_q=2, H=3, window=5, topk=7), impl)
+def test_every_implementation(form, lengths):
+    assert_right(one(lengths=lengths, s_q=2, H=3, window=5, topk=7), **form)
 
 
 @pytest.mark.parametrize("H", [1, 4, 8, 12, 16, 64, 128])
-def test_any_number_of_heads(H):
-    for impl in BATCHED:
-        assert_right(one(H=H, B=1, topk=37), impl)
+@pytest.mark.parametrize("form", [pytest.param({"impl": "mma"}, id="mma"), *FORMS])
+def test_any_number_of_heads(H, form):
+    assert_right(one(H=H, B=1, topk=37), **form)
 
 
 @pytest.mark.parametrize("topk", [1, 37, 128, 512, 640])
 @pytest.mark.parametrize("B", [1, 3])
-def test_any_width(topk, B):
-    assert_right(one(B=B, H=4, topk=topk, window=37, page=53, extra_page=61, lengths="mixed"))
+@pytest.mark.parametrize("form", FORMS)
+def test_any_width(topk, B, form):
+    assert_right(one(B=B, H=4, topk=topk, window=37, page=53, extra_page=61, lengths="mixed"), **form)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("H", [1, 4, 8, 12, 16, 32, 64, 96, 128])
 @pytest.mark.parametrize("topk", [1, 37, 128, 192, 512, 640, 1152, 2048])
-def test_a6_heads_by_width_by_batch(H, topk):
+@pytest.mark.parametrize("form", FORMS)
+def test_a6_heads_by_width_by_batch(H, topk, form):
     for B, s_q in ((1, 1), (5, 1), (7, 3), (65, 1)):
         for lengths in ("full", "mixed"):
-            assert_right(one(B=B, s_q=s_q, H=H, topk=topk, window=128, page=256, extra_page=64, lengths=lengths))
+            assert_right(
+                one(B=B, s_q=s_q, H=H, topk=topk, window=128, page=256, extra_page=64, lengths=lengths), **form
+            )
     assert_right(one(B=3, H=H, topk=topk, window=128), "mma")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", mla.CANDIDATES)
+@pytest.mark.parametrize("name", [n for n, (impl, _) in mla.CANDIDATES.items() if impl != "gluon" or HOPPER])
 def test_every_candidate_config_is_right(name):
     call = one(B=9, H=64, window=128, topk=512, page=256, extra_page=64, lengths="mixed")
     out, lse = mla.prepare(name, call)()
@@ -83,7 +101,8 @@ def test_a_prefill_sized_batch_is_right():
     assert_right(one(B=33 if DEVICE == "cpu" else 3001, H=8, window=16, topk=0))
 
 
-def test_a1_lanes_past_topk_length_do_not_count():
+@pytest.mark.parametrize("form", FORMS)
+def test_a1_lanes_past_topk_length_do_not_count(form):
     call = one(B=3, H=16, window=32, topk=0)
     call.topk_length = torch.full((3,), 5, dtype=torch.int32, device=DEVICE)
     call.k_cache = kv_cache.allocate_main(8, 16, DEVICE)
@@ -93,13 +112,13 @@ def test_a1_lanes_past_topk_length_do_not_count():
     kv_cache.write_main(call.k_cache, call.indices[..., 5:].reshape(-1), torch.full((81, 512), 50.0, device=DEVICE))
     masked = replace(call, indices=call.indices.clone(), topk_length=None)
     masked.indices[..., 5:] = -1
-    out, lse = decode(call)
-    again, lse_again = decode(masked)
+    out, lse = decode(call, **form)
+    again, lse_again = decode(masked, **form)
     assert numerics.bitwise_equal(out, again) and numerics.bitwise_equal(lse, lse_again)
 
 
-@pytest.mark.parametrize("impl", mla.IMPLEMENTATIONS)
-def test_a2_a_masked_first_tile_is_no_nan(impl):
+@pytest.mark.parametrize("form", EVERY)
+def test_a2_a_masked_first_tile_is_no_nan(form):
     call = one(B=1, H=1, window=32, topk=0)
     call.k_cache = kv_cache.allocate_main(2, 16, DEVICE)
     key = torch.zeros(2, 512, device=DEVICE)
@@ -109,17 +128,17 @@ def test_a2_a_masked_first_tile_is_no_nan(impl):
     call.indices = torch.full((1, 1, 32), -1, dtype=torch.int32, device=DEVICE)
     call.indices[0, 0, 20], call.indices[0, 0, 27] = 20, 27
     call.topk_length, call.attn_sink, call.softmax_scale = None, None, 1.0
-    out, lse = decode(call, impl)
+    out, lse = decode(call, **form)
     assert lse.item() == pytest.approx(2.31326, abs=1e-4)
     assert out[0, 0, 0, :2].tolist() == pytest.approx([0.26894, 2 * 0.73106], rel=8e-3)
 
 
-@pytest.mark.parametrize("config", [WHOLE, SPLIT])
-def test_a3_empty_rows_and_empty_splits_follow_one_convention(config):
+@pytest.mark.parametrize("form", [{"config": WHOLE}, {"config": SPLIT}, *GLUON])
+def test_a3_empty_rows_and_empty_splits_follow_one_convention(form):
     call = one(B=4, H=4, window=48, topk=32)
     call.topk_length = torch.tensor([0, 3, 48, 0], dtype=torch.int32, device=DEVICE)
     call.extra_topk_length = torch.tensor([0, 0, 32, 7], dtype=torch.int32, device=DEVICE)
-    out, lse = assert_right(call, config=config)
+    out, lse = assert_right(call, **form)
     assert (out[0] == 0).all() and (lse[0] == float("inf")).all()
 
 
@@ -134,7 +153,7 @@ def test_a3_the_merge_weighs_partial_rows_by_their_lse():
     lse = numerics.poison_(torch.empty(2, 1, 1, device=DEVICE))
     combine_kernel[(2, 1)](
         partial_out, partial_lse, torch.tensor([-inf], device=DEVICE), out, 512, 512, 512, lse,
-        1, 1, 4, SPLITS_POW2=4, HAS_SINK=True, BLOCK_D=512,
+        1, 1, 4, SPLITS_POW2=4, HAS_SINK=True, BLOCK_D=512, PDL=False,
     )  # fmt: skip
     assert lse.flatten().tolist() == pytest.approx([1.81326, inf], abs=1e-5)
     assert out[0].float().unique().item() == pytest.approx(2 * 0.73106 + 4 * 0.26894, rel=8e-3)
@@ -145,27 +164,28 @@ def test_a3_the_merge_weighs_partial_rows_by_their_lse():
     ("lse", "sink", "weight"),
     [(101.0, 100.0, 0.73106), (95.0, float("inf"), 0.0), (95.0, float("-inf"), 1.0), (0.5, 90.0, 0.0)],
 )
-@pytest.mark.parametrize("config", [WHOLE, SPLIT])
-def test_a4_sinks_of_any_size(lse, sink, weight, config):
+@pytest.mark.parametrize("form", [{"config": WHOLE}, {"config": SPLIT}, *GLUON])
+def test_a4_sinks_of_any_size(lse, sink, weight, form):
     call = one(B=1, H=1, window=16, topk=32)
     call.q.zero_()
     call.attn_sink = torch.tensor([sink], device=DEVICE)
-    without = decode(replace(call, attn_sink=None), config=config)
+    without = decode(replace(call, attn_sink=None), **form)
     shift = lse - without[1].item()  # 48 equal scores: move the lse by moving every score
     call.q[..., 448] = 1.0
     for cache in (call.k_cache, call.extra_k_cache):
         data = cache.as_strided((cache.shape[0], cache.shape[1], 576), (cache.stride(0), 576, 1))
         data[..., 448:450] = torch.tensor([shift], dtype=torch.bfloat16, device=DEVICE).view(torch.uint8)
     call.softmax_scale = 1.0
-    plain, lse_found = decode(replace(call, attn_sink=None), config=config)
-    out, lse_again = decode(call, config=config)
+    plain, lse_found = decode(replace(call, attn_sink=None), **form)
+    out, lse_again = decode(call, **form)
     assert numerics.bitwise_equal(lse_found, lse_again) and lse_found.item() == pytest.approx(lse, abs=0.3)
     exact = 1 / (1 + torch.tensor(sink - lse_found.item(), dtype=torch.float64).exp().item())
     assert exact == pytest.approx(weight, abs=0.06)
     torch.testing.assert_close(out.float(), plain.float() * exact, atol=1e-6, rtol=8e-3)
 
 
-def test_a8_views_of_a_shared_pool():
+@pytest.mark.parametrize("form", FORMS)
+def test_a8_views_of_a_shared_pool(form):
     call = one(B=2, H=4)
     strided = replace(call)
     for name in ("k_cache", "extra_k_cache"):
@@ -177,11 +197,12 @@ def test_a8_views_of_a_shared_pool():
         pool[:, offset : offset + page_bytes] = cache.as_strided((pages, page_bytes), (cache.stride(0), 1))
         setattr(strided, name, kv_cache.main_view(pool[:, offset : offset + page_bytes], page))
         assert getattr(strided, name).stride(0) == 1002240
-    for mine, theirs in zip(decode(call), decode(strided), strict=True):
+    for mine, theirs in zip(decode(call, **form), decode(strided, **form), strict=True):
         assert numerics.bitwise_equal(mine, theirs)
 
 
-def test_a15_unused_slots_full_of_nan_do_not_leak():
+@pytest.mark.parametrize("form", FORMS)
+def test_a15_unused_slots_full_of_nan_do_not_leak(form):
     call = one(B=1, H=4, window=13, topk=0, page=16)
     dirty = call.k_cache.clone()
     data = dirty.as_strided((dirty.shape[0], 16, 576), (dirty.stride(0), 576, 1))
@@ -190,39 +211,42 @@ def test_a15_unused_slots_full_of_nan_do_not_leak():
     slots = torch.arange(13, dtype=torch.int32, device=DEVICE).view(1, 1, 13)
     call.indices = torch.nn.functional.pad(slots, (0, 3), value=-1)
     call.topk_length = None
-    for mine, theirs in zip(decode(call), decode(replace(call, k_cache=dirty)), strict=True):
+    for mine, theirs in zip(decode(call, **form), decode(replace(call, k_cache=dirty), **form), strict=True):
         assert numerics.bitwise_equal(mine, theirs)
 
 
-def test_a18_heads_do_not_depend_on_how_many_there_are():
+@pytest.mark.parametrize("form", FORMS)
+def test_a18_heads_do_not_depend_on_how_many_there_are(form):
     wide = one(B=2, H=16)
-    first = decode(wide)
+    first = decode(wide, **form)
     for H in (4, 8, 12):
-        out, lse = decode(replace(wide, q=wide.q[:, :, :H], attn_sink=wide.attn_sink[:H]))
+        out, lse = decode(replace(wide, q=wide.q[:, :, :H], attn_sink=wide.attn_sink[:H]), **form)
         assert numerics.bitwise_equal(out, first[0][:, :, :H]) and numerics.bitwise_equal(lse, first[1][:, :H])
 
 
-def test_a18_nothing_is_written_past_the_last_head():
+@pytest.mark.parametrize("form", FORMS)
+def test_a18_nothing_is_written_past_the_last_head(form):
     call = one(B=2, H=5)
     wide = numerics.poison_(torch.empty(2, 1, 8, 640, dtype=torch.bfloat16, device=DEVICE))
-    out, _ = mla.sparse_mla_decode(**vars(call), out=wide[:, :, :5, 64:576])
+    out, _ = mla.sparse_mla_decode(**vars(call), out=wide[:, :, :5, 64:576], **form)
     assert out.data_ptr() == wide[..., 64:].data_ptr() and not out.isnan().any()
     assert wide[:, :, 5:].isnan().all() and wide[..., :64].isnan().all() and wide[..., 576:].isnan().all()
 
 
-def test_garbage_in_foreign_heads_stays_there():
+@pytest.mark.parametrize("form", [pytest.param({"impl": "mma"}, id="mma"), *FORMS])
+def test_garbage_in_foreign_heads_stays_there(form):
     call = one(B=2, H=16)
     call.q[:, :, 8:] = float("nan")
     own = replace(call, q=call.q[:, :, :8], attn_sink=call.attn_sink[:8])
-    for impl in BATCHED:
-        assert numerics.bitwise_equal(decode(call, impl)[0][:, :, :8], decode(own, impl)[0])
+    assert numerics.bitwise_equal(decode(call, **form)[0][:, :, :8], decode(own, **form)[0])
 
 
-def test_a19_slices_of_a_packed_q_are_read_in_place():
+@pytest.mark.parametrize("form", FORMS)
+def test_a19_slices_of_a_packed_q_are_read_in_place(form):
     call = one(B=4, H=16)
     packed = torch.zeros(4, 1, 16, 576, dtype=torch.bfloat16, device=DEVICE)
     packed[..., :512] = call.q
-    for mine, theirs in zip(decode(call), decode(replace(call, q=packed[..., :512])), strict=True):
+    for mine, theirs in zip(decode(call, **form), decode(replace(call, q=packed[..., :512]), **form), strict=True):
         assert numerics.bitwise_equal(mine, theirs)
 
 
@@ -235,36 +259,37 @@ def test_a19_a_strided_call_launches_no_copy(kernels_of):
     assert kernels_of(launch) == ["combine_kernel", "split_k_kernel"]
 
 
-def test_a20_lengths_beyond_the_width_are_clamped():
+@pytest.mark.parametrize("form", EVERY)
+def test_a20_lengths_beyond_the_width_are_clamped(form):
     call = one(B=2, H=4, window=16, topk=0)
     call.topk_length = torch.tensor([200, -3], dtype=torch.int32, device=DEVICE)
     right = replace(call, topk_length=torch.tensor([16, 0], dtype=torch.int32, device=DEVICE))
-    for impl in mla.IMPLEMENTATIONS:
-        for mine, theirs in zip(decode(call, impl), decode(right, impl), strict=True):
-            assert numerics.bitwise_equal(mine, theirs)
+    for mine, theirs in zip(decode(call, **form), decode(right, **form), strict=True):
+        assert numerics.bitwise_equal(mine, theirs)
 
 
-@pytest.mark.parametrize("impl", mla.IMPLEMENTATIONS)
-def test_a12_leftovers_of_an_earlier_replay_are_not_read(impl):
+@pytest.mark.parametrize("form", EVERY)
+def test_a12_leftovers_of_an_earlier_replay_are_not_read(form):
     """Padded rows: length 0 over indices far outside the pool; and one such index among valid ones is skipped."""
     call = one(B=4, H=4)
     for length, indices in ((call.topk_length, call.indices), (call.extra_topk_length, call.extra_indices_in_kvcache)):
         length[2:] = 0
         indices[2:] = 999999
         indices[0, 0, 1] = 2**31 - 1
-    out, _ = assert_right(call, impl)
+    out, _ = assert_right(call, **form)
     live = mla.Inputs(
         call.q[:2], call.k_cache, call.indices[:2], call.topk_length[:2], call.attn_sink, call.softmax_scale,
         call.extra_k_cache, call.extra_indices_in_kvcache[:2], call.extra_topk_length[:2],
     )  # fmt: skip
-    same = mla.plan_for(call).config if impl == "split_k" else None
-    assert numerics.bitwise_equal(decode(live, impl, config=same)[0], out[:2]) and (out[2:] == 0).all()
+    same = {"config": mla.plan_for(call).config} if form["impl"] == "split_k" else {}
+    assert numerics.bitwise_equal(decode(live, **form | same)[0], out[:2]) and (out[2:] == 0).all()
 
 
-def test_length_per_query_token():
+@pytest.mark.parametrize("form", FORMS)
+def test_length_per_query_token(form):
     call = one(B=2, s_q=3, H=4)
     call.topk_length = torch.tensor([[1, 2, 16], [0, 5, 9]], dtype=torch.int32, device=DEVICE)
-    assert_right(call)
+    assert_right(call, **form)
 
 
 def test_short_rows_do_not_depend_on_the_width_of_the_index():
@@ -275,11 +300,12 @@ def test_short_rows_do_not_depend_on_the_width_of_the_index():
         assert numerics.bitwise_equal(mine, theirs)
 
 
-def test_repeats_bitwise():
+@pytest.mark.parametrize("form", FORMS)
+def test_repeats_bitwise(form):
     call = one(B=3, H=12, lengths="mixed")
-    first = decode(call)
+    first = decode(call, **form)
     for _ in range(2 if DEVICE == "cpu" else 50):
-        for mine, theirs in zip(decode(call), first, strict=True):
+        for mine, theirs in zip(decode(call, **form), first, strict=True):
             assert numerics.bitwise_equal(mine, theirs)
 
 
@@ -371,12 +397,12 @@ def test_an_unknown_architecture_is_named():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("H", [8, 64])
-@pytest.mark.parametrize("impl", BATCHED)
-def test_capture_and_replay_with_other_lengths_equals_eager(H, impl):
+@pytest.mark.parametrize("form", [pytest.param({"impl": "mma"}, id="mma"), *FORMS])
+def test_capture_and_replay_with_other_lengths_equals_eager(H, form):
     """Captured at full lengths, replayed with others, fewer live rows and stale indices: bitwise what eager gives."""
     case = mla.Case("capture", 8, H, lengths="mixed")
     captured, *others = mla.make_inputs(case, device="cuda", sets=4)
-    launch = mla.prepare(impl, captured)
+    launch = lambda: mla.sparse_mla_decode(**vars(captured), **form)  # noqa: E731
     launch()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -390,7 +416,7 @@ def test_capture_and_replay_with_other_lengths_equals_eager(H, impl):
         captured.extra_indices_in_kvcache[live:] = 999999
         numerics.poison_(out)
         graph.replay()
-        expected = mla.sparse_mla_decode(**vars(captured), impl=impl)
+        expected = launch()
         assert numerics.bitwise_equal(out, expected[0]) and numerics.bitwise_equal(lse, expected[1])
         assert (out[live:] == 0).all()
 
@@ -411,7 +437,16 @@ def variant(step: tuple) -> tuple:
     return kernel.__name__, tuple(sorted(known.items()))
 
 
-@pytest.mark.parametrize(("heads", "impl"), [(64, "split_k"), (8, "split_k"), (64, "gluon"), (64, "mma"), (8, "simt")])
+@pytest.mark.parametrize(
+    ("heads", "impl"),
+    [
+        *((heads, impl) for heads in (8, 64) for impl in ("split_k", "gluon")),
+        (16, "gluon"),
+        (32, "gluon"),
+        (64, "mma"),
+        (8, "simt"),
+    ],
+)
 def test_what_is_warmed_up_is_all_that_a_server_can_need(monkeypatch, heads, impl):
     warmed = set()
     monkeypatch.setattr(mla, "_INTERPRETED", False)
@@ -439,8 +474,9 @@ def test_what_is_warmed_up_is_all_that_a_server_can_need(monkeypatch, heads, imp
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [8, 64])
-def test_after_warm_up_no_batch_and_no_width_compiles_anything(heads):
-    mla.warm_up("cuda", heads=heads)
+@pytest.mark.parametrize("impl", ["split_k", "gluon"])
+def test_after_warm_up_no_batch_and_no_width_compiles_anything(heads, impl):
+    mla.warm_up("cuda", heads=heads, impl=impl)
     with frozen():
         for rows, topk, extra_page in (
             (1, 0, 1),
@@ -452,7 +488,7 @@ def test_after_warm_up_no_batch_and_no_width_compiles_anything(heads):
         ):
             case = mla.Case("served", rows, heads, topk=topk, extra_page=extra_page, lengths="mixed")
             (call,) = mla.make_inputs(case, device="cuda")
-            assert mla.sparse_mla_decode(**vars(call))[0].isfinite().all()
+            assert mla.sparse_mla_decode(**vars(call), impl=impl)[0].isfinite().all()
 
 
 def test_gluon_is_split_k_where_it_has_no_kernel():
@@ -463,7 +499,81 @@ def test_gluon_is_split_k_where_it_has_no_kernel():
     (name, (_, config)) = next((n, c) for n, c in mla.CANDIDATES.items() if c[0] == "gluon")
     with pytest.raises(ValueError, match=f"config {name} must run on sm_90, got sm_120"):
         mla.plan(1, 64, (128,), impl="gluon", arch="sm_120", sms=188, config=config)
-    assert mla.plan(128, 64, (128, 512), impl="gluon", arch="sm_90", sms=132).config.gluon
+
+
+@pytest.mark.parametrize(
+    ("heads", "few", "then"),
+    [(1, 24, {25: 32, 64: 32, 65: 64, 10**6: 64}), (8, 24, {25: 32, 64: 32, 65: 64}), (16, 24, {64: 32, 65: 64}),
+     (17, 2, {3: 64}), (32, 2, {3: 64, 32: 64}), (64, 2, {3: 64, 4: 64, 256: 64}), (128, 2, {3: 64, 128: 64})],
+)  # fmt: skip
+def test_gluon_takes_over_from_split_k_with_the_rows_to_fill_its_tiles(heads, few, then):
+    def config(impl, rows):
+        return mla.plan(rows, heads, (128, 512), impl=impl, arch="sm_90", sms=132).config
+
+    for rows in range(1, few + 1):
+        assert config("gluon", rows) == config("split_k", rows)
+    for rows, block_n in then.items():
+        assert config("gluon", rows).name == f"gluon_n{block_n}"
+        assert not config("split_k", rows).gluon
+
+
+def test_gluon_is_not_measured_where_it_would_be_split_k(monkeypatch):
+    call = one(device="cpu")
+    mla.prepare("gluon", call)
+    monkeypatch.setattr(mla, "_target", lambda device: ("sm_120", 188))
+    for name in ("gluon", "gluon_n64", "gluon_n32"):
+        with pytest.raises(ValueError, match="gluon has a kernel for sm_90 alone; on sm_120 it is split_k"):
+            mla.prepare(name, call)
+
+
+@pytest.mark.parametrize("impl", ["split_k", "gluon"])
+@pytest.mark.parametrize(
+    ("arch", "early"),
+    [("sm_80", False), ("sm_86", False), ("sm_89", False), ("sm_90", True), ("sm_120", True), ("sm_121", True)],
+)
+def test_the_combine_is_launched_early_where_the_gpu_can(monkeypatch, arch, early, impl):
+    monkeypatch.setattr(mla, "_INTERPRETED", False)
+    call = one(device="cpu", B=4, H=64)
+    for rows, split in ((4, True), (10**5, False)):
+        plan = mla.plan(rows, 64, (128, 512), impl=impl, arch=arch, sms=132)
+        assert (plan.num_splits > 1) == split
+        workspace = torch.empty(plan.workspace_numel)
+        attend, *combine = mla.launches(call, call.q, torch.empty(4, 64, 1), workspace, impl=impl, plan=plan)
+        assert len(combine) == split and attend[2]["PDL"] == (split and early)
+        for _, _, arguments in combine:
+            assert (arguments["PDL"], arguments.get("launch_pdl", False)) == (early, early)
+
+
+@pytest.mark.parametrize("kernel", [tiles.split_k_kernel, tiles.combine_kernel, tiles.simt_kernel, gluon_kernel])
+def test_no_kernel_has_a_default_that_a_launch_need_not_pass(kernel):
+    assert all(p.default is p.empty for p in inspect.signature(kernel.fn).parameters.values())
+
+
+@pytest.mark.parametrize(("impl", "B"), [("simt", 1), ("mma", 1), ("split_k", 1), ("gluon", 4), ("gluon", 200)])
+def test_what_ran_once_is_warm_and_replays(compiled, impl, B):
+    """Compiled for sm_90 and launched on a driver that does nothing: as in a capture, and as a server's next call."""
+    compiled(
+        f"""
+    from dsv4lab.kernels import sparse_mla as mla
+    from dsv4lab.kernels.replay import replay, _kept
+    driver.set_active(Loads("sm_90"))
+    (call,) = mla.make_inputs(mla.Case("x", {B}, 64, window=128, topk=64), device="cpu")
+    out, lse = torch.empty_like(call.q), torch.empty({B}, 64, 1)
+    workspace = torch.empty(10**7)
+    decode = lambda: mla.sparse_mla_decode(**vars(call), out=out, lse=lse, workspace=workspace, impl={impl!r})
+    with frozen():
+        assert "is not warm" in refusal(decode)
+    decode()
+    steps = 2 if {impl!r} in ("split_k", "gluon") and {B} < 100 else 1
+    assert len(Loads.seen) == steps
+    with frozen():
+        decode()
+        tensors = [out, lse, workspace, *(t for t in vars(call).values() if isinstance(t, torch.Tensor))]
+        for _ in range(2):
+            replay(decode, ("x",), tensors)
+    assert len(Loads.seen) == 4 * steps and list(_kept.values()) != [None]
+    """,
+    )
 
 
 @pytest.mark.gpu
@@ -481,7 +591,8 @@ def test_a_variant_never_run_is_refused_in_capture_and_the_capture_goes_on():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("pages", "pool_stride"), [(57_500, None), (62_000, None), (2_200, 1_002_240)])
-def test_a10_pages_beyond_2_gib(pages, pool_stride):
+@pytest.mark.parametrize("form", EVERY)
+def test_a10_pages_beyond_2_gib(pages, pool_stride, form):
     """The same keys in the first and in the last pages of a pool of more than 2^31 bytes give the same bits."""
     near = one(B=1, H=8, window=64, topk=0, page=64)
     used, page_bytes = near.k_cache.shape[0], kv_cache.main_page_bytes(64)
@@ -491,6 +602,5 @@ def test_a10_pages_beyond_2_gib(pages, pool_stride):
     last = cache.as_strided((used, page_bytes), (stride, 1), (pages - used) * stride)
     last.copy_(near.k_cache.as_strided((used, page_bytes), (near.k_cache.stride(0), 1)))
     far = replace(near, k_cache=cache, indices=near.indices + (pages - used) * 64)
-    for impl in mla.IMPLEMENTATIONS:
-        for mine, theirs in zip(decode(near, impl), decode(far, impl), strict=True):
-            assert numerics.bitwise_equal(mine, theirs)
+    for mine, theirs in zip(decode(near, **form), decode(far, **form), strict=True):
+        assert numerics.bitwise_equal(mine, theirs)

@@ -494,18 +494,29 @@ def attention_table(root):
 
 
 def test_the_plans_take_what_was_tuned_for_as_many_heads(root, monkeypatch):
-    shipped = plans.choose("sm_90", 8, 64).config
+    shipped = plans.choose("sm_90", 8, 64, "gluon").config
     config = attention_table(root)
     assert plans.choose("sm_90", 8, 1).config != config  # no GPU here
     on_a_gpu(monkeypatch)
     assert plans.choose("sm_90", 8, 4).config == plans.choose("sm_90", 8, 1).config == config
-    assert plans.choose("sm_90", 8, 5).config == plans.choose("sm_90", 8, 10**6).config == shipped
+    assert all(plans.choose("sm_90", 8, rows, "gluon").config == shipped for rows in (5, 64, 10**6))
     assert plans.choose("sm_90", 8, 1).evidence == "tuned here, in h200.json"
     assert (
         plans.choose("sm_90", 12, 1) in plans.TABLE["sm_90"] and plans.choose("sm_120", 8, 1) in plans.TABLE["sm_120"]
     )
     monkeypatch.setenv(tuned.VARIABLE, "")
     assert plans.choose("sm_90", 8, 1) in plans.TABLE["sm_90"]
+
+
+def test_what_was_tuned_with_gluon_is_gluons_alone(root, monkeypatch):
+    name, (_, config) = next((n, c) for n, c in sparse_mla.CANDIDATES.items() if c[0] == "gluon")
+    here, elsewhere = (ours.attention_points(8, arch=arch)[0].candidates for arch in ("sm_90", "sm_120"))
+    assert (here[DEFAULT], elsewhere[DEFAULT]) == ("gluon", "split_k")
+    assert name in here and name not in elsewhere and elsewhere.items() - {(DEFAULT, "split_k")} <= here.items()
+    ours.write_attention(root, ENVIRONMENT.gpu, 8, [record("sparse_mla_b4_h8", name, 4.0, H=8, B=4, s_q=1)])
+    on_a_gpu(monkeypatch)
+    assert plans.choose("sm_90", 8, 4, "gluon").config == config
+    assert plans.choose("sm_90", 8, 4) in plans.TABLE["sm_90"]
 
 
 def test_tuning_another_number_of_heads_keeps_what_there_is(root):
@@ -564,7 +575,7 @@ def test_the_indexer_gets_what_is_best_over_all_cases(root, monkeypatch):
 
 
 def test_the_points_of_our_kernels_can_be_made_and_run():
-    attention, indexer = ours.attention_points(8), ours.indexer_points(8)
+    attention, indexer = ours.attention_points(8, arch="sm_90"), ours.indexer_points(8)
     assert [p.case.H for p in attention] == [8] * len(ours.BATCHES)
     assert {p.module.EXPERIMENT for p in indexer} == {"mqa_logits", "topk"}
     for point in (attention[0], indexer[1], indexer[-1]):

@@ -36,7 +36,7 @@ def serve(
         model: A folder, or a name on the Hugging Face hub. A preset with a synthetic model needs none.
         preset: All our kernels on RTX PRO 6000 (rtx6000-8x, rtx6000-2x); SGLang as it is, on an H200 (h200) or any GPU
             (single); synthetic, six layers with dummy weights and no download; or a stage of the campaign.
-        hooks: What runs in SGLang's place, over the preset: attention=split_k,indexer=triton,topk=triton,mhc=split_k.
+        hooks: What runs in SGLang's place, over the preset: attention=gluon,indexer=triton,topk=triton,mhc=split_k.
             What is not named is SGLang's own.
         tp: GPUs that share the model.
         context_length: Longest request in tokens.

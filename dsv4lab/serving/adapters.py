@@ -7,6 +7,7 @@ import functools
 import json
 import threading
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,12 @@ def attention(impl: str, rank: Callable[[], int] | None = None) -> Callable:
         return out, None
 
     return flash_mla_with_kvcache_sm120
+
+
+def variant(impl: str, seen: dict[str, Any], own: slice) -> str:
+    """What an attention call ran: `gluon` is `split_k` on a GPU that it has no kernel for, and with few rows."""
+    given = {field.name: seen.get(field.name) for field in fields(sparse_mla.Inputs)} | {"q": seen["q"][:, :, own]}
+    return ", ".join(f"{name} {value}" for name, value in sparse_mla.notes(impl, sparse_mla.Inputs(**given)).items())
 
 
 def twice(ours: Callable) -> Callable:

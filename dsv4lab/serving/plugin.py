@@ -104,9 +104,13 @@ def _replacements(setting: Setting, release: Release, installed: str) -> Iterato
     if setting.attention != settings.STOCK:
         rank = _resolve(release.rank_function) if release.rank_function else None
         yield release.layer_forward, adapters.note_layer, True
-        own = lambda seen: {"q of this rank": seen["q"][:, :, adapters.own_heads(seen["q"].shape[2], rank)]}  # noqa: E731
+
+        def also(seen: dict[str, Any]) -> dict[str, Any]:
+            own = adapters.own_heads(seen["q"].shape[2], rank)
+            return {"q of this rank": seen["q"][:, :, own], "runs": adapters.variant(setting.attention, seen, own)}
+
         ours = adapters.attention(setting.attention, rank)
-        ours = _proven("attention", setting.attention, installed, ours, also=own)
+        ours = _proven("attention", setting.attention, installed, ours, also=also)
         if setting.twice != settings.STOCK:
             ours = _proven("twice", setting.twice, installed, adapters.twice(ours))
         yield release.attention.targets[0], ours, setting.twice != settings.STOCK
@@ -181,13 +185,13 @@ def _proven(
 
 
 def _receipt(kind: str, hook: str, impl: str, installed: str, seen: dict[str, Any] | None = None) -> receipts.Receipt:
-    """Of this process, with the dtypes and shapes of what it saw."""
+    """Of this process, with the dtypes and shapes of the tensors it saw, and what is said in words."""
     torch = import_module("torch")
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     described = {
-        name: f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+        name: value if isinstance(value, str) else f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
         for name, value in (seen or {}).items()
-        if isinstance(value, torch.Tensor)
+        if isinstance(value, (str, torch.Tensor))
     }
     rank = torch.distributed.get_rank() if distributed else 0
     return receipts.Receipt(

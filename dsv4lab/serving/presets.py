@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from dsv4lab.hardware import NO_MULTICAST
 from dsv4lab.serving.settings import Setting
 
-_ALL = {"attention": "split_k", "indexer": "triton", "topk": "triton", "mhc": "split_k"}
+_ALL = {"attention": "gluon", "indexer": "triton", "topk": "triton", "mhc": "split_k"}
 _OURS = Setting(**_ALL)
 _FORCED = "forced"
 _STOCK = Setting()

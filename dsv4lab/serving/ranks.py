@@ -15,7 +15,7 @@ from dsv4lab.model import DSV4_FLASH
 from dsv4lab.trace import Trace, TraceError, families, steps
 from dsv4lab.trace.frames import matching
 
-OURS = re.compile(r"^(split_k|combine|simt)_kernel$")
+OURS = re.compile(r"^(split_k|gluon|combine|simt)_kernel$")
 PADDED = re.compile(r"^_tiled_sparse_decode_kernel$")
 """SGLang's kernel on the call as it comes, which its launches in PyTorch that merge two caches are not part of."""
 _ALL_REDUCE = re.compile(r"(?i)reduce")

@@ -1,4 +1,4 @@
-"""What is to run inside SGLang, in one environment variable: DSV4LAB=attention=split_k,indexer=triton,topk=triton."""
+"""What is to run inside SGLang, in one environment variable: DSV4LAB=attention=gluon,indexer=triton,topk=triton."""
 
 from dataclasses import dataclass, fields
 
@@ -20,6 +20,7 @@ CHOICES = {
 class Setting:
     """One of `CHOICES` for each hook; `version`: the SGLang release to treat an unknown one as.
 
+    attention "gluon": `split_k` on a GPU that Gluon has no kernel for; the receipt of the first call says what ran.
     sm120_path "forced": SGLang takes the code path of sm_120 on whatever GPU there is. weights "random": in place of
     SGLang's dummy weights, such as give an answer something to depend on. tables "tuned": SGLang's Triton FP8 GEMM and
     MoE take their configs from what `dsv4lab tune` wrote for this GPU. twice "padded": after our attention, SGLang's

@@ -31,7 +31,7 @@ SEED = 0
 
 @dataclass(frozen=True)
 class Target:
-    """points(tp, sms=, shared=) and write(root, gpu, tp, records) are names in `module`. sglang: the kernel is its."""
+    """`module` has points(tp, sms=, shared=, arch=) and write(root, gpu, tp, records) by name. sglang: its kernel."""
 
     experiment: str
     module: str
@@ -88,7 +88,8 @@ def run(
     quiet()
     with _untuned(root):
         env, gpu = environment(device), hardware.probe()
-        limits = dict(sms=gpu["sms"], shared=gpu["shared_memory_per_block"])
+        arch = hardware.arch_key(gpu["capability"])
+        limits = dict(sms=gpu["sms"], shared=gpu["shared_memory_per_block"], arch=arch)
         try:
             plans = {name: TARGETS[name].call(TARGETS[name].points, tp, **limits) for name in chosen}
         except ImportError as error:
@@ -98,7 +99,7 @@ def run(
             target, kinds = TARGETS[name], {point.sha256 for point in points}
             journal = Journal(target.experiment, env.gpu, directory, lambda record, k=kinds: _fits(record, env, k))
             many = jobs or jobs_here()
-            compiler = Processes(hardware.arch_key(gpu["capability"]), many) if target.sglang else Threads(many)
+            compiler = Processes(arch, many) if target.sglang else Threads(many)
             shared = dict(experiment=target.experiment, argv=command_line(), git=git_state(), env=env)
             sweep = Sweep(device, limits["shared"], shared, compiler, deadline, SEED)
             try:

@@ -62,7 +62,7 @@ def cases(tp: int) -> list[Case]:
     return [Case(layer, m, *shape) for m in ROWS for shape, layer in reversed(shapes.items())]
 
 
-def points(tp: int, *, sms: int, shared: int) -> list[Point]:
+def points(tp: int, *, sms: int, shared: int, arch: str) -> list[Point]:
     tried = {c: {DEFAULT: None} | candidates.gemm(c.M, c.N, sms=sms, shared=shared) for c in cases(tp)}
     sha256 = sources(SGLANG)
     return [Point(c.name, sys.modules[__name__], c, choices, sha256) for c, choices in tried.items()]

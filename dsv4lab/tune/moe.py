@@ -81,7 +81,7 @@ def cases(tp: int) -> list[Case]:
     return [Case(product, m, inter) for m in ROWS for product in ("up", "down")]
 
 
-def points(tp: int, *, sms: int, shared: int) -> list[Point]:
+def points(tp: int, *, sms: int, shared: int, arch: str) -> list[Point]:
     tried = {c: {DEFAULT: None} | candidates.moe(c.M, experts=c.E, topk=c.topk, shared=shared) for c in cases(tp)}
     sha256, kind = sources(SGLANG), lambda choice: choice and choice["BLOCK_SIZE_M"]
     return [Point(c.name, sys.modules[__name__], c, choices, sha256, kind, 2) for c, choices in tried.items()]

@@ -33,25 +33,27 @@ def _module(stem: str) -> Any:
     return import_module(f"dsv4lab.kernels.{stem}")
 
 
-def _point(stem: str, impl: str, module: Any, case: Any, finalists: int) -> Point:
-    """`default` is the shipped choice of `impl`, the candidates are the module's own of it."""
-    tried = {DEFAULT: impl} | {name: name for name, (of, _) in _module(stem).CANDIDATES.items() if of == impl}
+def _point(stem: str, impl: str, module: Any, case: Any, finalists: int, also: str = "") -> Point:
+    """`default` is the shipped choice of `impl`, the candidates are the module's own of it and of `also`."""
+    candidates = _module(stem).CANDIDATES.items()
+    tried = {DEFAULT: impl} | {name: name for name, (of, _) in candidates if of in (impl, also)}
     name = f"{stem}_{case.name}"
     return Point(name, module, case, tried, finalists=finalists, sha256=source_hash(f"dsv4lab.kernels.{stem}"))
 
 
-def attention_points(tp: int, **_: int) -> list[Point]:
-    """`sparse_mla` with the heads of one rank."""
+def attention_points(tp: int, *, arch: str, **_: Any) -> list[Point]:
+    """`sparse_mla` with the heads of one rank; where Gluon has a kernel, it and `split_k` in one table."""
     module, heads = _module("sparse_mla"), DSV4_FLASH.tensor_parallel(tp).num_attention_heads
     queries_and_output = 4 * module.HEAD_DIM * heads
     with_bytes = SimpleNamespace(
         **vars(module), rotated_bytes=lambda case: module.work(case).bytes - case.B * queries_and_output
     )
     cases = [module.Case(f"b{B}_h{heads}", B, heads) for B in BATCHES]
-    return [_point("sparse_mla", "split_k", with_bytes, case, finalists=4) for case in cases]
+    impl = "gluon" if arch in import_module("dsv4lab.kernels.sparse_mla.plans").GLUON else "split_k"
+    return [_point("sparse_mla", impl, with_bytes, case, finalists=4, also="split_k") for case in cases]
 
 
-def indexer_points(tp: int, **_: int) -> list[Point]:
+def indexer_points(tp: int, **_: Any) -> list[Point]:
     """`mqa_logits` and `topk`, which every rank runs whole."""
     logits, topk = _module("mqa_logits"), _module("topk")
     wanted = [("mqa_logits", logits, name) for name in (*INDEXER_CASES, SEVERAL)]
@@ -107,7 +109,8 @@ def _config(stem: str, record: Record) -> dict:
     plans = import_module(f"dsv4lab.kernels.{stem}.plans")
     arch = f"sm_{record.env.capability[0]}{record.env.capability[1]}"
     if stem == "sparse_mla":
-        return asdict(plans.choose(arch, record.config["H"], record.config["B"] * record.config["s_q"]).config)
+        rows = record.config["B"] * record.config["s_q"]
+        return asdict(plans.choose(arch, record.config["H"], rows, "gluon").config)
     choice = plans.choose(arch)
     return asdict(choice.config(record.config["next_n"]) if stem == "mqa_logits" else choice.config)
 

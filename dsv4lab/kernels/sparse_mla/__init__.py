@@ -43,7 +43,7 @@ from dsv4lab.kernels.sparse_mla.cases import (
     work,
 )
 from dsv4lab.kernels.sparse_mla.checks import IMPLEMENTATIONS
-from dsv4lab.kernels.sparse_mla.gluon_tiles import OPTIONS, gluon_kernel
+from dsv4lab.kernels.sparse_mla.gluon_tiles import gluon_kernel
 from dsv4lab.kernels.sparse_mla.plans import (
     CANDIDATES,
     GLUON,
@@ -104,7 +104,7 @@ def plan(
     config = config or choose(arch, heads, rows, impl).config
     if config.gluon and arch not in GLUON:
         raise ValueError(f"config {config.name} must run on {', '.join(GLUON)}, got {arch}")
-    return split_plan(config, rows=rows, heads=heads, widths=widths, sms=sms)
+    return split_plan(config, rows=rows, heads=heads, widths=widths, arch=arch, sms=sms)
 
 
 def plan_for(call: Inputs, impl: str = "split_k", config: Config | None = None) -> Plan:
@@ -157,25 +157,27 @@ def launches(
     if impl == "simt":
         return [(simt_kernel, (B * s_q * H,), attend | dict(BLOCK_N=SIMT_BLOCK_N, num_warps=SIMT_WARPS))]
     c, split = plan.config, plan.num_splits > 1
+    pdl = split and plan.pdl and not _INTERPRETED
     partial_out, partial_lse = (out, lse)
     if split:
         partial_out, partial_lse = workspace[: plan.workspace_numel].split([plan.partials * HEAD_DIM, plan.partials])
     attend |= dict(
         partial_out=partial_out, partial_lse=partial_lse, NUM_SPLITS=plan.num_splits, SPLIT=split, BLOCK_N=c.block_n,
-        STAGES=c.num_stages, num_warps=c.num_warps,
+        STAGES=c.num_stages, PDL=pdl, num_warps=c.num_warps,
     )  # fmt: skip
     of_triton = dict(
         BLOCK_H=c.block_h, TRANSPOSE_SCORES=c.transpose_scores, COMPUTE=tl.float32 if _INTERPRETED else tl.bfloat16,
         num_stages=c.num_stages,
     )  # fmt: skip
-    kernel, options = (gluon_kernel, OPTIONS) if c.gluon else (split_k_kernel, of_triton)
+    kernel, options = (gluon_kernel, {}) if c.gluon else (split_k_kernel, of_triton)
     steps = [(kernel, (plan.blocks,), attend | options)]
     if split:
         # many partial rows: few columns a program, so that all are in flight at once
         block_d, warps = (64, 1) if plan.num_splits > 8 else (512, 4 if plan.num_splits > 4 else 1)
         combine = output | dict(
             partial_out=partial_out, partial_lse=partial_lse, NUM_SPLITS=plan.num_splits,
-            SPLITS_POW2=triton.next_power_of_2(plan.num_splits), BLOCK_D=block_d, num_warps=warps,
+            SPLITS_POW2=triton.next_power_of_2(plan.num_splits), BLOCK_D=block_d, PDL=pdl, num_warps=warps,
+            **({"launch_pdl": True} if pdl else {}),
         )  # fmt: skip
         steps.append((combine_kernel, (plan.rows * H, HEAD_DIM // block_d), combine))
     return steps
@@ -248,11 +250,13 @@ def sparse_mla_decode(
 def prepare(impl: str, inputs: Inputs) -> Callable[[], tuple[Tensor, Tensor]]:
     """A call that only launches, of an implementation or one of `CANDIDATES`.
 
-    It allocates as a serving engine does: from the pool of the graph that captures it.
+    It allocates as a serving engine does: from the pool of the graph that captures it. ValueError for `gluon` where it
+    has no kernel of its own, so that nothing is measured twice under two names.
     """
     impl, config = CANDIDATES.get(impl, (impl, None))
-    if config:
-        plan_for(inputs, impl, config)  # refuses what this GPU has no kernel for
+    arch, _ = _target(inputs.q.device)
+    if impl == "gluon" and arch not in GLUON:
+        raise ValueError(f"gluon has a kernel for {', '.join(GLUON)} alone; on {arch} it is split_k")
     return functools.partial(sparse_mla_decode, **vars(inputs), impl=impl, config=config)
 
 
@@ -302,6 +306,7 @@ def static_launches(arch: str) -> Iterator[tuple[str, list[tuple]]]:
         heads, rows = min(bucket.max_heads, 64), min(bucket.max_rows, 4)
         (call,) = make_inputs(Case("static", rows, heads), device="cpu")
         out, lse = torch.empty_like(call.q), torch.empty(rows, heads, 1)
-        p = plan_for(call, config=bucket.config)
+        widths = call.indices.shape[-1], call.extra_indices_in_kvcache.shape[-1]
+        p = plan(rows, heads, widths, arch=arch, sms=132, config=bucket.config)
         workspace = torch.empty(p.workspace_numel)
         yield f"{bucket.limits}: {p.config.name}", launches(call, out, lse, workspace, impl="split_k", plan=p)

@@ -53,12 +53,15 @@ class Inputs:
 
 
 def _cases() -> dict[str, Case]:
-    cases = [Case(f"b{B}_h{H}", B, H) for H in (64, 8) for B in (1, 4, 16, 32, 64, 128)]
+    batches = {64: (1, 4, 16, 32, 64, 128, 256), 8: (1, 4, 16, 32, 64, 128), 128: (32, 128)}
+    cases = [Case(f"b{B}_h{H}", B, H) for H in batches for B in batches[H]]
     cases += [Case(f"b32_h{H}_{lengths}", 32, H, lengths=lengths) for H in (64, 8) for lengths in ("short", "mixed")]
     cases += [
         Case("b32_h64_window", 32, 64, topk=0),
         Case("b32_h64_c128", 32, 64, topk=256, extra_page=2),
         Case("b16_h64_sq2", 16, 64, s_q=2),
+        Case("b8_h64_sq4", 8, 64, s_q=4),
+        Case("b2048_h64", 2048, 64),
         Case("b7_h12_odd", 7, 12, s_q=3, window=37, topk=129, lengths="mixed", page=53, extra_page=61),
     ]
     return {case.name: case for case in cases}

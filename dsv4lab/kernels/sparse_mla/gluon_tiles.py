@@ -3,14 +3,17 @@
 A block is one query row, 64 heads and one share of the row's selected positions, worked on by three groups of warps
 that meet at mbarriers in shared memory:
 
-- the producer gathers the FP8 bytes of a tile of BLOCK_N tokens, to registers or some tiles ahead to shared memory, and
-  writes it as a bf16 tile [BLOCK_N, 512] in the swizzle that wgmma reads, K and V alike;
+- the producer asks for the FP8 bytes of tiles of BLOCK_N tokens by cp.async, 128 tokens ahead, and turns what has come
+  into a bf16 tile [BLOCK_N, 512] in the swizzle that wgmma reads, K and V alike;
 - `scores` computes S = Q K^T and the online softmax, publishes P and the rescaling factors, and accumulates the first
   256 output columns;
 - `values` brings in Q, then accumulates the other 256 columns with the P that it is given.
 
-All products run at Hopper's full rate only if they are issued back to back: `scores` issues the next tile's S right
-behind this tile's P V, and waits for that alone before it hands the tile's buffer back.
+The readers wait for the producer, so all care goes into its loop. In probes without a record (an H200, B = 128, H = 64,
+cold) a launch took 47 us with the next tile's bytes on their way to registers while this one is written, 42 to 44 with
+the next loads issued once this one is handed over, and 39 with bytes ahead in shared memory; FlashMLA took 46. Issuing
+the next tile's S behind this one's P V, so that the tensor cores never wait, gave nothing and is not done. The fence
+between the producer's stores and wgmma's reads is the readers', who have time for it.
 """
 
 import triton.experimental.gluon.language as gl
@@ -26,7 +29,8 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from dsv4lab.kernels.sparse_mla.tiles import LOG2E, VARYING
 
-OPTIONS = dict(OVERLAP=True, WRITER_FENCES=True, REGISTERS=(216, 160), DEPTH=0, PDL=False, AHEAD=False)
+REGISTERS = gl.constexpr((232, 160))
+"""Of a thread of `scores` and of `values`; the producer has what is left."""
 
 
 @gluon.jit
@@ -53,20 +57,6 @@ def _concat(a, b):
 
 
 @gluon.jit
-def _prefetch(indices, width):
-    """Asks L2 for a row of indices (up to 128 lines of it) while its length, of which they wait, is on its way."""
-    at = gl.minimum(gl.arange(0, 128, gl.BlockedLayout([1], [32], [gl.num_warps()], [0])) * 32, width - 1)
-    gl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-        "=r,l",
-        [(indices + gl.maximum(at, 0)).to(gl.int64)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
 def _positions(select, t, hi, N: gl.constexpr, LANE: gl.constexpr):
     """Where tile t's indices lie and which count, each [N]. select: (main tiles, both rows' indices and counts)."""
     main_tiles, indices, n_main, extra_indices, n_extra = select
@@ -74,13 +64,6 @@ def _positions(select, t, hi, N: gl.constexpr, LANE: gl.constexpr):
     position = (t - gl.where(extra, main_tiles, 0)) * N + gl.arange(0, N, LANE)
     count = gl.where(t < hi, gl.where(extra, n_extra, n_main), 0)
     return gl.where(extra, extra_indices, indices) + position, position < count
-
-
-@gluon.jit
-def _slots(select, t, hi, N: gl.constexpr, LANE: gl.constexpr):
-    """Slots [N] of tile t, -1 beyond the length."""
-    at, counts = _positions(select, t, hi, N, LANE)
-    return gl.load(at, mask=counts, other=-1)
 
 
 @gluon.jit
@@ -113,180 +96,83 @@ def _words(cache, token, first: gl.constexpr, N: gl.constexpr, TILE: gl.constexp
 
 
 @gluon.jit
-def _load_words(cache, token, valid, first: gl.constexpr, N: gl.constexpr, TILE: gl.constexpr):
-    """N words from byte `first` of each token, [tokens, N]; 0 where not valid."""
-    valid = gl.convert_layout(valid, gl.SliceLayout(1, TILE), assert_trivial=True)
-    return gl.load(_words(cache, token, first, N, TILE), mask=valid[:, None], other=0)
-
-
-@gluon.jit
-def _load_tile(cache, token, footer, valid, TILE: gl.constexpr, WIDE: gl.constexpr):
-    """The bytes of a tile in registers: packed scales, seven groups of 64 values, 64 rotary values."""
-    scales = gl.load(cache.to(gl.pointer_type(gl.int64)) + (footer >> 3), mask=valid, other=0)
-    g0 = _load_words(cache, token, valid, 0, 16, TILE)
-    g1 = _load_words(cache, token, valid, 64, 16, TILE)
-    g2 = _load_words(cache, token, valid, 128, 16, TILE)
-    g3 = _load_words(cache, token, valid, 192, 16, TILE)
-    g4 = _load_words(cache, token, valid, 256, 16, TILE)
-    g5 = _load_words(cache, token, valid, 320, 16, TILE)
-    g6 = _load_words(cache, token, valid, 384, 16, TILE)
-    rope = _load_words(cache, token, valid, 448, 32, WIDE)
-    return scales, g0, g1, g2, g3, g4, g5, g6, rope
-
-
-@gluon.jit
-def _store_tile(low, high, tile, WIDE: gl.constexpr):
-    scales, g0, g1, g2, g3, g4, g5, g6, rope = tile
-    a = _concat(_decode_group(g0, scales, 0, WIDE), _decode_group(g1, scales, 1, WIDE))
-    b = _concat(_decode_group(g2, scales, 2, WIDE), _decode_group(g3, scales, 3, WIDE))
-    low.store(_concat(a, b))
-    a = _concat(_decode_group(g4, scales, 4, WIDE), _decode_group(g5, scales, 5, WIDE))
-    b = _concat(_decode_group(g6, scales, 6, WIDE), rope)
-    high.store(_concat(a, b))
-
-
-@gluon.jit
-def _produce_direct(
-    n, lo, hi, cache, select, pools, k_low, k_high, bias, kv_full, kv_empty, staging,
-    PAGE: gl.constexpr, EXTRA_PAGE: gl.constexpr, HAS_EXTRA: gl.constexpr, WRITER_FENCES: gl.constexpr,
-):  # fmt: skip
-    STAGES: gl.constexpr = k_low.shape[0]
-    N: gl.constexpr = k_low.shape[1]
-    WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
-    TILE: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [gl.num_warps(), 1], [1, 0])
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [gl.num_warps(), 1], [1, 0])
-    LANE: gl.constexpr = gl.SliceLayout(1, TILE)
-    low = k_low._reinterpret(gl.int32, [STAGES, N, 128], WORDS)
-    high = k_high._reinterpret(gl.int32, [STAGES, N, 128], WORDS)
-    main_tiles = select[0]
-    slot = _slots(select, lo, hi, N, LANE)
-    next_slot = _slots(select, lo + 1, hi, N, LANE)
-    token, footer, valid = _locate(pools, slot, lo >= main_tiles, PAGE, EXTRA_PAGE, HAS_EXTRA)
-    tile = _load_tile(cache, token, footer, valid, TILE, WIDE)
-    for i in range(n):
-        t = lo + i
-        stage = i % STAGES
-        mbarrier.wait(kv_empty.index(stage), i // STAGES & 1 ^ 1)
-        bias.index(stage).store(gl.where(valid, 0.0, float("-inf")))
-        _store_tile(low.index(stage), high.index(stage), tile, WIDE)
-        if WRITER_FENCES:
-            fence_async_shared()
-        mbarrier.arrive(kv_full.index(stage), count=1)
-        # only now: the fence, and whatever is spilled, would wait for loads in flight
-        token, footer, valid = _locate(pools, next_slot, t + 1 >= main_tiles, PAGE, EXTRA_PAGE, HAS_EXTRA)
-        tile = _load_tile(cache, token, footer, valid, TILE, WIDE)
-        next_slot = _slots(select, t + 2, hi, N, LANE)
-
-
-@gluon.jit
-def _fetch(
-    i, lo, hi, cache, select, pools, ring, raw, raw_rope, raw_scales,
-    PAGE: gl.constexpr, EXTRA_PAGE: gl.constexpr, HAS_EXTRA: gl.constexpr, TILE: gl.constexpr, WIDE: gl.constexpr,
-):  # fmt: skip
-    """Ask for the bytes of tile i of the share, and for the indices of a later one: one group of copies."""
-    DEPTH: gl.constexpr = raw_scales.shape[0]
-    N: gl.constexpr = raw_scales.shape[1]
-    RING: gl.constexpr = ring.shape[0]
-    LANE: gl.constexpr = gl.SliceLayout(1, TILE)
-    _, counts = _positions(select, lo + i, hi, N, LANE)
-    slot = gl.where(counts, ring.index(i % RING).load(LANE), -1)
-    token, footer, valid = _locate(pools, slot, lo + i >= select[0], PAGE, EXTRA_PAGE, HAS_EXTRA)
-    stage = i % DEPTH
-    scales = cache.to(gl.pointer_type(gl.int64)) + (footer >> 3)
-    async_copy.async_copy_global_to_shared(raw_scales.index(stage), scales, mask=valid)
-    live = gl.convert_layout(valid, gl.SliceLayout(1, TILE), assert_trivial=True)[:, None]
-    for g in gl.static_range(7):
-        words = _words(cache, token, 64 * g, 16, TILE)
-        async_copy.async_copy_global_to_shared(raw[g].index(stage), words, mask=live)
-    live = gl.convert_layout(valid, gl.SliceLayout(1, WIDE), assert_trivial=True)[:, None]
-    async_copy.async_copy_global_to_shared(raw_rope.index(stage), _words(cache, token, 448, 32, WIDE), mask=live)
-    _fetch_slots(i + DEPTH, lo, hi, select, ring, LANE)
-    async_copy.commit_group()
-
-
-@gluon.jit
 def _fetch_slots(i, lo, hi, select, ring, LANE: gl.constexpr):
     at, counts = _positions(select, lo + i, hi, ring.shape[1], LANE)
     async_copy.async_copy_global_to_shared(ring.index(i % ring.shape[0]), at, mask=counts)
 
 
 @gluon.jit
-def _produce_raw(
-    n, lo, hi, cache, select, pools, k_low, k_high, bias, kv_full, kv_empty, staging,
-    PAGE: gl.constexpr, EXTRA_PAGE: gl.constexpr, HAS_EXTRA: gl.constexpr, WRITER_FENCES: gl.constexpr,
+def _fetch(
+    i, lo, hi, cache, select, pools, staging, PAGE: gl.constexpr, EXTRA_PAGE: gl.constexpr, HAS_EXTRA: gl.constexpr,
+    TILE: gl.constexpr, WIDE: gl.constexpr,
 ):  # fmt: skip
+    """Ask for the bytes of tile i of the share, and for the indices of a later one: one group of copies."""
+    ring, groups, rope, scales = staging
+    AHEAD: gl.constexpr = scales.shape[0]
+    N: gl.constexpr = scales.shape[1]
+    LANE: gl.constexpr = gl.SliceLayout(1, TILE)
+    _, counts = _positions(select, lo + i, hi, N, LANE)
+    slot = gl.where(counts, ring.index(i % ring.shape[0]).load(LANE), -1)
+    token, footer, valid = _locate(pools, slot, lo + i >= select[0], PAGE, EXTRA_PAGE, HAS_EXTRA)
+    at = i % AHEAD
+    packed = cache.to(gl.pointer_type(gl.int64)) + (footer >> 3)
+    async_copy.async_copy_global_to_shared(scales.index(at), packed, mask=valid)
+    live = gl.convert_layout(valid, gl.SliceLayout(1, TILE), assert_trivial=True)[:, None]
+    for g in gl.static_range(7):
+        words = _words(cache, token, 64 * g, 16, TILE)
+        async_copy.async_copy_global_to_shared(groups[g].index(at), words, mask=live)
+    live = gl.convert_layout(valid, gl.SliceLayout(1, WIDE), assert_trivial=True)[:, None]
+    async_copy.async_copy_global_to_shared(rope.index(at), _words(cache, token, 448, 32, WIDE), mask=live)
+    _fetch_slots(i + AHEAD, lo, hi, select, ring, LANE)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _pair(groups, at, scales, g: gl.constexpr, TILE: gl.constexpr, WIDE: gl.constexpr):
+    """Groups g and g + 1 of the tile of bytes in `at`, words [N, 64]."""
+    first = _decode_group(groups[g].index(at).load(TILE), scales, g, WIDE)
+    return _concat(first, _decode_group(groups[g + 1].index(at).load(TILE), scales, g + 1, WIDE))
+
+
+@gluon.jit
+def _produce(
+    n, lo, hi, cache, select, pools, staging, k_low, k_high, bias, kv_full, kv_empty,
+    PAGE: gl.constexpr, EXTRA_PAGE: gl.constexpr, HAS_EXTRA: gl.constexpr,
+):  # fmt: skip
+    ring, groups, rope, packed = staging
+    AHEAD: gl.constexpr = packed.shape[0]
     STAGES: gl.constexpr = k_low.shape[0]
     N: gl.constexpr = k_low.shape[1]
-    ring, raw, raw_rope, raw_scales = staging
-    DEPTH: gl.constexpr = raw_scales.shape[0]
-    RING: gl.constexpr = ring.shape[0]
     WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
     TILE: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [gl.num_warps(), 1], [1, 0])
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [gl.num_warps(), 1], [1, 0])
     LANE: gl.constexpr = gl.SliceLayout(1, TILE)
     low = k_low._reinterpret(gl.int32, [STAGES, N, 128], WORDS)
     high = k_high._reinterpret(gl.int32, [STAGES, N, 128], WORDS)
-    for i in gl.static_range(DEPTH):
+    for i in gl.static_range(AHEAD):
         _fetch_slots(i, lo, hi, select, ring, LANE)
     async_copy.commit_group()
     async_copy.wait_group(0)
-    for i in gl.static_range(DEPTH):
-        _fetch(
-            i, lo, hi, cache, select, pools, ring, raw, raw_rope, raw_scales, PAGE, EXTRA_PAGE, HAS_EXTRA, TILE, WIDE
-        )
+    for i in gl.static_range(AHEAD):
+        _fetch(i, lo, hi, cache, select, pools, staging, PAGE, EXTRA_PAGE, HAS_EXTRA, TILE, WIDE)
     for i in range(n):
-        t = lo + i
+        async_copy.wait_group(AHEAD - 1)
+        _, counts = _positions(select, lo + i, hi, N, LANE)
+        slot = ring.index(i % ring.shape[0]).load(LANE).to(gl.uint32, bitcast=True)
+        valid = counts & (slot < gl.where(lo + i >= select[0], pools[3], pools[1]).to(gl.uint32))
         stage = i % STAGES
-        at = i % DEPTH
-        async_copy.wait_group(DEPTH - 1)
-        _, counts = _positions(select, t, hi, N, LANE)
-        extra = t >= select[0]
-        slot = ring.index(i % RING).load(LANE).to(gl.uint32, bitcast=True)
-        valid = counts & (slot < gl.where(extra, pools[3], pools[1]).to(gl.uint32))
         mbarrier.wait(kv_empty.index(stage), i // STAGES & 1 ^ 1)
         bias.index(stage).store(gl.where(valid, 0.0, float("-inf")))
-        scales = raw_scales.index(at).load(LANE)
-        a = _concat(
-            _decode_group(raw[0].index(at).load(TILE), scales, 0, WIDE),
-            _decode_group(raw[1].index(at).load(TILE), scales, 1, WIDE),
-        )
-        b = _concat(
-            _decode_group(raw[2].index(at).load(TILE), scales, 2, WIDE),
-            _decode_group(raw[3].index(at).load(TILE), scales, 3, WIDE),
-        )
-        low.index(stage).store(_concat(a, b))
-        a = _concat(
-            _decode_group(raw[4].index(at).load(TILE), scales, 4, WIDE),
-            _decode_group(raw[5].index(at).load(TILE), scales, 5, WIDE),
-        )
-        b = _concat(_decode_group(raw[6].index(at).load(TILE), scales, 6, WIDE), raw_rope.index(at).load(WIDE))
-        high.index(stage).store(_concat(a, b))
-        if WRITER_FENCES:
-            fence_async_shared()
+        at = i % AHEAD
+        scales = packed.index(at).load(LANE)
+        first = _pair(groups, at, scales, 0, TILE, WIDE)
+        low.index(stage).store(_concat(first, _pair(groups, at, scales, 2, TILE, WIDE)))
+        first = _pair(groups, at, scales, 4, TILE, WIDE)
+        last = _decode_group(groups[6].index(at).load(TILE), scales, 6, WIDE)
+        high.index(stage).store(_concat(first, _concat(last, rope.index(at).load(WIDE))))
         mbarrier.arrive(kv_full.index(stage), count=1)
-        _fetch(
-            i + DEPTH, lo, hi, cache, select, pools, ring, raw, raw_rope, raw_scales, PAGE, EXTRA_PAGE, HAS_EXTRA,
-            TILE, WIDE,
-        )  # fmt: skip
+        _fetch(i + AHEAD, lo, hi, cache, select, pools, staging, PAGE, EXTRA_PAGE, HAS_EXTRA, TILE, WIDE)
     async_copy.wait_group(0)
-
-
-@gluon.jit
-def _produce(
-    n, lo, hi, cache, select, pools, k_low, k_high, bias, kv_full, kv_empty, staging,
-    PAGE: gl.constexpr, EXTRA_PAGE: gl.constexpr, HAS_EXTRA: gl.constexpr, WRITER_FENCES: gl.constexpr,
-    DEPTH: gl.constexpr,
-):  # fmt: skip
-    if DEPTH:
-        _produce_raw(
-            n, lo, hi, cache, select, pools, k_low, k_high, bias, kv_full, kv_empty, staging, PAGE, EXTRA_PAGE,
-            HAS_EXTRA, WRITER_FENCES,
-        )  # fmt: skip
-    else:
-        _produce_direct(
-            n, lo, hi, cache, select, pools, k_low, k_high, bias, kv_full, kv_empty, staging, PAGE, EXTRA_PAGE,
-            HAS_EXTRA, WRITER_FENCES,
-        )  # fmt: skip
 
 
 @gluon.jit
@@ -310,13 +196,6 @@ def _write(o, stride_h, acc, norm, h, H, first: gl.constexpr, SPLIT: gl.constexp
 
 
 @gluon.jit
-def _qk(q_low, q_high, k_low, k_high, stage, zero):
-    """S = Q K^T of the tile in `stage`, issued and not awaited."""
-    s = warpgroup_mma(q_low, k_low.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
-    return warpgroup_mma(q_high, k_high.index(stage).permute((1, 0)), s, is_async=True)
-
-
-@gluon.jit
 def _softmax(s, m, l, scale2, bias, p_shared, alpha_shared, p_full):
     """One tile of the online softmax; P and the rescaling factors are published. Returns p, alpha, m, l."""
     x = s * scale2 + bias.load(gl.SliceLayout(0, s.type.layout))[None, :]
@@ -336,8 +215,7 @@ def _softmax(s, m, l, scale2, bias, p_shared, alpha_shared, p_full):
 @gluon.jit
 def _scores(
     n, scale2, heads, result, q_low, q_high, k_low, k_high, bias, p_shared, alpha_shared,
-    q_full, kv_full, kv_empty, p_full, done, HAS_SINK: gl.constexpr, SPLIT: gl.constexpr, OVERLAP: gl.constexpr,
-    WRITER_FENCES: gl.constexpr,
+    q_full, kv_full, kv_empty, p_full, done, HAS_SINK: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     STAGES: gl.constexpr = k_low.shape[0]
     N: gl.constexpr = k_low.shape[1]
@@ -353,48 +231,20 @@ def _scores(
     acc = gl.zeros([64, 256], gl.float32, ACC)
     zero = gl.zeros([64, N], gl.float32, S)
     mbarrier.wait(q_full, 0)
-    if OVERLAP:
-        mbarrier.wait(kv_full.index(0), 0)
-        if not WRITER_FENCES:
-            fence_async_shared()
-        s = _qk(q_low, q_high, k_low, k_high, 0, zero)
-        for i in range(1, n):
-            stage = (i - 1) % STAGES
-            p, alpha, m, l = _softmax(
-                warpgroup_mma_wait(0, [s]), m, l, scale2, bias.index(stage), p_shared.index(stage),
-                alpha_shared.index(stage), p_full.index(stage),
-            )  # fmt: skip
-            acc = acc * gl.convert_layout(alpha, ACC_ROW, assert_trivial=True)[:, None]
-            pv = warpgroup_mma(gl.convert_layout(p, P, assert_trivial=True), k_low.index(stage), acc, is_async=True)
-            mbarrier.wait(kv_full.index(i % STAGES), i // STAGES & 1)
-            if not WRITER_FENCES:
-                fence_async_shared()
-            s = _qk(q_low, q_high, k_low, k_high, i % STAGES, zero)
-            acc = warpgroup_mma_wait(1, [pv])
-            mbarrier.arrive(kv_empty.index(stage), count=1)
-        stage = (n - 1) % STAGES
+    for i in range(n):
+        stage = i % STAGES
+        mbarrier.wait(kv_full.index(stage), i // STAGES & 1)
+        fence_async_shared()
+        s = warpgroup_mma(q_low, k_low.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = warpgroup_mma(q_high, k_high.index(stage).permute((1, 0)), s, is_async=True)
         p, alpha, m, l = _softmax(
             warpgroup_mma_wait(0, [s]), m, l, scale2, bias.index(stage), p_shared.index(stage),
             alpha_shared.index(stage), p_full.index(stage),
         )  # fmt: skip
         acc = acc * gl.convert_layout(alpha, ACC_ROW, assert_trivial=True)[:, None]
-        pv = warpgroup_mma(gl.convert_layout(p, P, assert_trivial=True), k_low.index(stage), acc, is_async=True)
-        acc = warpgroup_mma_wait(0, [pv])
-    else:
-        for i in range(n):
-            stage = i % STAGES
-            mbarrier.wait(kv_full.index(stage), i // STAGES & 1)
-            if not WRITER_FENCES:
-                fence_async_shared()
-            s = _qk(q_low, q_high, k_low, k_high, stage, zero)
-            p, alpha, m, l = _softmax(
-                warpgroup_mma_wait(0, [s]), m, l, scale2, bias.index(stage), p_shared.index(stage),
-                alpha_shared.index(stage), p_full.index(stage),
-            )  # fmt: skip
-            acc = acc * gl.convert_layout(alpha, ACC_ROW, assert_trivial=True)[:, None]
-            pv = warpgroup_mma(gl.convert_layout(p, P, assert_trivial=True), k_low.index(stage), acc, is_async=True)
-            acc = warpgroup_mma_wait(0, [pv])
-            mbarrier.arrive(kv_empty.index(stage), count=1)
+        p = gl.convert_layout(p, P, assert_trivial=True)
+        acc = warpgroup_mma_wait(0, [warpgroup_mma(p, k_low.index(stage), acc, is_async=True)])
+        mbarrier.arrive(kv_empty.index(stage), count=1)
 
     h = h_first + gl.arange(0, 64, ROW)
     lse2 = m + gl.log2(l)
@@ -415,7 +265,7 @@ def _scores(
 @gluon.jit
 def _values(
     n, q, q_stride_h, h_first, H, o, stride_h, q_low, q_high, k_high, p_shared, alpha_shared,
-    q_full, kv_full, kv_empty, p_full, done, SPLIT: gl.constexpr, WRITER_FENCES: gl.constexpr,
+    q_full, kv_full, kv_empty, p_full, done, SPLIT: gl.constexpr,
 ):  # fmt: skip
     STAGES: gl.constexpr = k_high.shape[0]
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, 256, 16])
@@ -435,8 +285,7 @@ def _values(
         stage = i % STAGES
         phase = i // STAGES & 1
         mbarrier.wait(kv_full.index(stage), phase)
-        if not WRITER_FENCES:
-            fence_async_shared()
+        fence_async_shared()
         mbarrier.wait(p_full.index(stage), phase)
         acc = acc * alpha_shared.index(stage).load(ROW)[:, None]
         acc = warpgroup_mma(p_shared.index(stage), k_high.index(stage), acc, is_async=True)
@@ -457,13 +306,11 @@ def gluon_kernel(
     scale2, S_Q, H, NUM_SPLITS, extra_width,
     WIDTH: gl.constexpr, HAS_EXTRA: gl.constexpr, PAGE: gl.constexpr, EXTRA_PAGE: gl.constexpr,
     HAS_LENGTHS: gl.constexpr, HAS_EXTRA_LENGTHS: gl.constexpr, HAS_SINK: gl.constexpr, SPLIT: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr,
-    WRITER_FENCES: gl.constexpr, REGISTERS: gl.constexpr, DEPTH: gl.constexpr, PDL: gl.constexpr, AHEAD: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """One program: one query row, 64 heads, one share of the row's selected positions; grid as `split_k_kernel`'s.
 
-    WRITER_FENCES: the producer, or each reader, orders the tile's stores before wgmma's reads. REGISTERS: of a thread
-    of `scores` and of `values`. DEPTH: tiles of bytes in flight in shared memory, 0: one in registers.
+    STAGES: bf16 tiles in shared memory, beside twice as many of bytes. PDL: as `split_k_kernel`'s.
     """
     if PDL:
         gdc_launch_dependents()
@@ -475,10 +322,6 @@ def gluon_kernel(
     s = (row % S_Q).to(gl.int64)
     h_first = pid % head_blocks * 64
 
-    if AHEAD:
-        _prefetch(indices + b * idx_stride_b + s * idx_stride_s, WIDTH)
-        if HAS_EXTRA:
-            _prefetch(extra_indices + b * extra_idx_stride_b + s * extra_idx_stride_s, extra_width)
     n_main = WIDTH
     if HAS_LENGTHS:
         n_main = gl.minimum(gl.maximum(gl.load(lengths + b * len_stride_b + s * len_stride_s), 0), WIDTH)
@@ -528,37 +371,34 @@ def gluon_kernel(
     )  # fmt: skip
     apart = extra_cache.to(gl.int64) - cache.to(gl.int64)
     pools = (page_stride, num_slots, extra_page_stride, extra_num_slots, apart)
-    if DEPTH:
-        WORD: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 1, [1, 0])
-        WORD2: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 2, [1, 0])
-        ring = gl.allocate_shared_memory(gl.int32, [4 * DEPTH, BLOCK_N], FLAT)
-        # one allocation each: the compiler would order the copies into one by barriers
-        raw0 = gl.allocate_shared_memory(gl.int32, [DEPTH, BLOCK_N, 16], WORD)
-        raw1 = gl.allocate_shared_memory(gl.int32, [DEPTH, BLOCK_N, 16], WORD)
-        raw2 = gl.allocate_shared_memory(gl.int32, [DEPTH, BLOCK_N, 16], WORD)
-        raw3 = gl.allocate_shared_memory(gl.int32, [DEPTH, BLOCK_N, 16], WORD)
-        raw4 = gl.allocate_shared_memory(gl.int32, [DEPTH, BLOCK_N, 16], WORD)
-        raw5 = gl.allocate_shared_memory(gl.int32, [DEPTH, BLOCK_N, 16], WORD)
-        raw6 = gl.allocate_shared_memory(gl.int32, [DEPTH, BLOCK_N, 16], WORD)
-        raw = (raw0, raw1, raw2, raw3, raw4, raw5, raw6)
-        raw_rope = gl.allocate_shared_memory(gl.int32, [DEPTH, BLOCK_N, 32], WORD2)
-        raw_scales = gl.allocate_shared_memory(gl.int64, [DEPTH, BLOCK_N], FLAT)
-        staging = (ring, raw, raw_rope, raw_scales)
-    else:
-        staging = (bias,)
+    AHEAD: gl.constexpr = 2 * STAGES
+    WORD: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 1, [1, 0])
+    ROPE: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 2, [1, 0])
+    ring = gl.allocate_shared_memory(gl.int32, [4 * AHEAD, BLOCK_N], FLAT)
+    # one allocation each: the compiler would order the copies into one by barriers
+    g0 = gl.allocate_shared_memory(gl.int32, [AHEAD, BLOCK_N, 16], WORD)
+    g1 = gl.allocate_shared_memory(gl.int32, [AHEAD, BLOCK_N, 16], WORD)
+    g2 = gl.allocate_shared_memory(gl.int32, [AHEAD, BLOCK_N, 16], WORD)
+    g3 = gl.allocate_shared_memory(gl.int32, [AHEAD, BLOCK_N, 16], WORD)
+    g4 = gl.allocate_shared_memory(gl.int32, [AHEAD, BLOCK_N, 16], WORD)
+    g5 = gl.allocate_shared_memory(gl.int32, [AHEAD, BLOCK_N, 16], WORD)
+    g6 = gl.allocate_shared_memory(gl.int32, [AHEAD, BLOCK_N, 16], WORD)
+    rope = gl.allocate_shared_memory(gl.int32, [AHEAD, BLOCK_N, 32], ROPE)
+    scales = gl.allocate_shared_memory(gl.int64, [AHEAD, BLOCK_N], FLAT)
+    staging = (ring, (g0, g1, g2, g3, g4, g5, g6), rope, scales)
     gl.warp_specialize(
         [
             (_produce, (
-                n, lo, hi, cache, select, pools, k_low, k_high, bias, kv_full, kv_empty, staging,
-                PAGE, EXTRA_PAGE, HAS_EXTRA, WRITER_FENCES, DEPTH,
+                n, lo, hi, cache, select, pools, staging, k_low, k_high, bias, kv_full, kv_empty,
+                PAGE, EXTRA_PAGE, HAS_EXTRA,
             )),
             (_scores, (
                 n, scale2, heads, result, q_low, q_high, k_low, k_high, bias, p_shared, alpha_shared,
-                q_full, kv_full, kv_empty, p_full, done, HAS_SINK, SPLIT, OVERLAP, WRITER_FENCES,
+                q_full, kv_full, kv_empty, p_full, done, HAS_SINK, SPLIT,
             )),
             (_values, (
                 n, q, q_stride_h, h_first, H, result[0], result[1], q_low, q_high, k_high, p_shared, alpha_shared,
-                q_full, kv_full, kv_empty, p_full, done, SPLIT, WRITER_FENCES,
+                q_full, kv_full, kv_empty, p_full, done, SPLIT,
             )),
         ],
         [4, 4],

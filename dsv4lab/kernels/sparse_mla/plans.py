@@ -15,7 +15,7 @@ class Config:
 
     transpose_scores: compute K q^T rather than q K^T. blocks_per_sm: how many such blocks an SM holds at once, and so
     how many the split makes. gluon: the warp-specialised kernel of Hopper, with 64 heads a block and `num_stages` tiles
-    in shared memory.
+    of bf16 in shared memory.
     """
 
     block_h: int
@@ -29,7 +29,7 @@ class Config:
     @property
     def name(self) -> str:
         if self.gluon:
-            return f"gluon_n{self.block_n}_s{self.num_stages}"
+            return f"gluon_n{self.block_n}"
         order = "kq" if self.transpose_scores else "qk"
         return f"h{self.block_h}_n{self.block_n}_w{self.num_warps}_s{self.num_stages}_{order}_x{self.blocks_per_sm}"
 
@@ -50,8 +50,8 @@ class Bucket:
 
 ANY = 2**31
 SWEEP_H200 = "records/sparse_mla_decode_sweep_h200_20261129T151739Z.jsonl"
-UNMEASURED = "no record yet"
-COMPILED = "records/static/sparse_mla_20261129T183400Z.json"
+PROBED = "a probe without a record"
+COMPILED = "records/static/sparse_mla_20261129T213511Z.json"
 """No such GPU has been measured. Taken is what the compiler makes without a spill within the shared memory of a block
 there, and, of several such, what was faster on the H200 with one block an SM (the sweep's "x1")."""
 
@@ -94,25 +94,22 @@ TABLE = {
 }
 
 
-def _gluon(block_n: int, num_stages: int) -> Config:
-    return Config(64, block_n, 4, num_stages, False, 1, gluon=True)
-
-
+GLUON_N32, GLUON_N64 = (Config(64, n, 4, 64 // n, False, 1, gluon=True) for n in (32, 64))
 GLUON = {
-    "sm_90": _table(
-        UNMEASURED,
-        (16, 8, Config(16, 32, 4, 1, False, 2)),
-        (16, 24, Config(16, 64, 4, 1, False, 2)),
-        (16, 64, _gluon(32, 4)),
-        (16, ANY, _gluon(64, 2)),
-        (ANY, 2, Config(16, 32, 4, 1, True, 2)),
-        (ANY, 4, Config(16, 64, 4, 1, False, 2)),
-        (ANY, 32, _gluon(32, 4)),
-        (ANY, ANY, _gluon(64, 2)),
+    "sm_90": (
+        *(bucket for bucket in TABLE["sm_90"] if bucket.max_heads == 16 and bucket.max_rows <= 24),
+        *_table(PROBED, (16, 64, GLUON_N32), (16, ANY, GLUON_N64)),
+        *(bucket for bucket in TABLE["sm_90"] if bucket.max_heads == ANY and bucket.max_rows <= 2),
+        *_table(PROBED, (ANY, ANY, GLUON_N64)),
     ),
 }
-"""What the implementation `gluon` runs, where it has a kernel at all; elsewhere it is `split_k`."""
+"""What the implementation `gluon` runs, where it has a kernel at all: with few rows `split_k`'s own is faster.
+
+Elsewhere `gluon` is `split_k`.
+"""
 RELATIVE = {"sm_86": "sm_89", "sm_87": "sm_89", "sm_121": "sm_120"}
+PDL = ("sm_90", "sm_120")
+"""Where a kernel can be launched while the one in front still runs."""
 
 SIMT_BLOCK_N, SIMT_WARPS = 16, 8  # one of the stock kernel's three; faster ones exist and would be no baseline
 
@@ -141,19 +138,23 @@ SWEEP = (
 CANDIDATES = {
     **{f"mma_bh{block_h}": ("mma", mma_config(64, block_h)) for block_h in (16, 32, 64)},
     **{f"split_k_{config.name}": ("split_k", config) for config in SWEEP},
-    **{config.name: ("gluon", config) for config in (_gluon(64, 2), _gluon(32, 4))},
+    **{config.name: ("gluon", config) for config in (GLUON_N64, GLUON_N32)},
 }
 """Names under which a sweep measures (implementation, config)."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What one call launches: `head_blocks * num_splits * rows` programs, and the fp32 workspace they need."""
+    """What one call launches: `head_blocks * num_splits * rows` programs, and the fp32 workspace they need.
+
+    pdl: the combine is launched early, and waits for the partial rows itself.
+    """
 
     config: Config
     rows: int
     heads: int
     num_splits: int = 1
+    pdl: bool = False
 
     @property
     def head_blocks(self) -> int:
@@ -193,14 +194,14 @@ def in_use(arch: str) -> tuple[Bucket, ...]:
 def choose(arch: str, heads: int, rows: int, impl: str = "split_k") -> Bucket:
     """The entry for `heads` and `rows` on an architecture: what was tuned here for as many heads, or the table's.
 
-    For `gluon` that of its own table, where the architecture has one.
+    For `gluon` that of its own table, where the architecture has one; for `split_k` never a config of Gluon's.
     """
     gluon = GLUON.get(arch, ()) if impl == "gluon" else ()
-    tuned = [b for b in tuned_buckets(arch) if heads == b.max_heads]
-    return next(b for b in (*gluon, *tuned, *buckets(arch)) if heads <= b.max_heads and rows <= b.max_rows)
+    tuned = [b for b in tuned_buckets(arch) if heads == b.max_heads and (impl == "gluon" or not b.config.gluon)]
+    return next(b for b in (*tuned, *gluon, *buckets(arch)) if heads <= b.max_heads and rows <= b.max_rows)
 
 
-def split_plan(config: Config, *, rows: int, heads: int, widths: tuple[int, ...], sms: int) -> Plan:
+def split_plan(config: Config, *, rows: int, heads: int, widths: tuple[int, ...], arch: str, sms: int) -> Plan:
     """Split the positions until the grid fills the GPU once, and no further than one tile a split.
 
     Splits are evened out: 20 tiles over 8 splits of at most 3 tiles are 7 splits.
@@ -209,7 +210,7 @@ def split_plan(config: Config, *, rows: int, heads: int, widths: tuple[int, ...]
     blocks = Plan(config, rows, heads).blocks
     wanted = min(max(config.blocks_per_sm * sms // blocks, 1), tiles)
     share = -(-tiles // wanted)
-    return Plan(config, rows, heads, num_splits=-(-tiles // share))
+    return Plan(config, rows, heads, num_splits=-(-tiles // share), pdl=RELATIVE.get(arch, arch) in PDL)
 
 
 def reachable(impl: str, *, heads: int, window: int, most: int, arch: str, sms: int) -> list[Plan]:
@@ -219,6 +220,6 @@ def reachable(impl: str, *, heads: int, window: int, most: int, arch: str, sms: 
     for width in {0, most, *range(64, most, 64)} if most else {0}:
         for rows in range(1, full + 2):  # with more rows nothing is split any more
             config = choose(arch, heads, rows, impl).config
-            made = split_plan(config, rows=rows, heads=heads, widths=(window, width), sms=sms)
+            made = split_plan(config, rows=rows, heads=heads, widths=(window, width), arch=arch, sms=sms)
             found.setdefault((made.config, made.num_splits), replace(made, rows=1))
     return list(found.values())

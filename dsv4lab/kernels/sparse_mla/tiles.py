@@ -158,13 +158,13 @@ def split_k_kernel(
     WIDTH: tl.constexpr, HAS_EXTRA: tl.constexpr, PAGE: tl.constexpr, EXTRA_PAGE: tl.constexpr,
     HAS_LENGTHS: tl.constexpr, HAS_EXTRA_LENGTHS: tl.constexpr, HAS_SINK: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, TRANSPOSE_SCORES: tl.constexpr,
-    COMPUTE: tl.constexpr, PDL: tl.constexpr = False,
+    COMPUTE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: one query row, BLOCK_H heads, one share of the row's selected positions.
 
     Grid (head blocks * NUM_SPLITS * rows), head blocks fastest so that they meet the same KV in L2. With SPLIT the
     normalised partial result and its log2-sum-exp2 go to the workspace; without, the finished row goes to `out`.
-    PDL: the combine is launched while this runs, and waits for it by itself.
+    PDL: the combine may be launched while this runs.
     """
     if PDL:
         gdc_launch_dependents()
@@ -236,12 +236,12 @@ def split_k_kernel(
 @triton.jit(do_not_specialize=["NUM_SPLITS"])
 def combine_kernel(
     partial_out, partial_lse, attn_sink, out, out_stride_b, out_stride_s, out_stride_h, lse,
-    S_Q, H, NUM_SPLITS, SPLITS_POW2: tl.constexpr, HAS_SINK: tl.constexpr, BLOCK_D: tl.constexpr,
-    PDL: tl.constexpr = False,
+    S_Q, H, NUM_SPLITS, SPLITS_POW2: tl.constexpr, HAS_SINK: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Merge the partial rows of one (row, head): out = sum_i w_i o_i / sum_i w_i, w_i = 2**(lse_i - max), and the sink.
 
     Grid (rows * H, 512 / BLOCK_D). The order is fixed, so the result is bitwise repeatable. Empty splits are not read.
+    PDL: launched while they are still worked on, it waits for all of them itself.
     """
     row_head = tl.program_id(0)
     h = row_head % H
