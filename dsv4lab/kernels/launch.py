@@ -107,7 +107,7 @@ def loaded(kernel: Any, grid: tuple[int, ...], arguments: Arguments) -> tuple[An
         compiled = plain.warmup(grid=grid, **arguments)
     if compiled is None or compiled.module is None:
         return None, []
-    return compiled, [arguments[name] for name in plain.arg_names]
+    return compiled, [arguments.get(parameter.name, parameter.default) for parameter in plain.params]
 
 
 def _capturing() -> bool:

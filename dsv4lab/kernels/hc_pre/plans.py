@@ -49,7 +49,11 @@ def _whole(block_m: int, block_k: int, chunk: int, warps: int) -> Split:
     return Split(block_m, 32, block_k, chunk, warps, whole=True)
 
 
-def _buckets(pdl: bool) -> tuple[Bucket, ...]:
+MEASURED = "records/hc_pre_h200_20261129T203615Z.jsonl"
+"""As they are; no sweep has a record yet."""
+
+
+def _buckets(pdl: bool, evidence: str = COMPILED) -> tuple[Bucket, ...]:
     rows = (
         (4, Config(Dot(16384, 16), 4, pdl)),
         (16, Config(_whole(16, 128, 128, 8), 4, pdl)),
@@ -58,10 +62,15 @@ def _buckets(pdl: bool) -> tuple[Bucket, ...]:
         (128, Config(_whole(64, 256, 256, 8), 4, pdl)),
         (ANY, Config(_whole(64, 128, 1024, 4), 4, pdl, rows=4)),
     )
-    return tuple(Bucket(*row, COMPILED) for row in rows)
+    return tuple(Bucket(*row, evidence) for row in rows)
 
 
-TABLE = {"sm_80": _buckets(False), "sm_89": _buckets(False), "sm_90": _buckets(True), "sm_120": _buckets(True)}
+TABLE = {
+    "sm_80": _buckets(False),
+    "sm_89": _buckets(False),
+    "sm_90": _buckets(True, MEASURED),
+    "sm_120": _buckets(True),
+}
 
 _SUMS = (
     Dot(4096, 4),

@@ -76,28 +76,34 @@ class Bucket:
 
 
 ANY = 1 << 30
-COMPILED = "records/static/skinny_gemm.json"
-"""Nothing has been measured there: what the compiler makes without a spill, with blocks enough for the SMs."""
+COMPILED = "records/static/skinny_gemm_20261129T212524Z.json"
+"""Nothing has been measured there: the H200's tiles, which the compiler makes without a spill."""
+MEASURED = "records/skinny_gemm_sweep_h200_20261129T211912Z.jsonl"
 
 
-def _buckets(combine: str) -> tuple[Bucket, ...]:
-    few, many = Split(16, 32, 256, 256, 8, combine), Split(16, 32, 512, 512, 8, combine)
+def _buckets(combine: str, evidence: str) -> tuple[Bucket, ...]:
+    def tile(block_m: int, block_n: int, warps: int) -> Split:
+        return Split(block_m, block_n, 256, 256, warps, combine, whole=True)
+
     rows = (
         (4, 64, Dot(16384, 16)),
-        (1, ANY, Dot(4096, 4)),
-        (16, 256, few),
-        (128, 256, many),
+        (16, 32, Dot(16384, 16)),
+        (16, 64, Dot(4096, 4)),
+        (128, 64, tile(32, 32, 8)),
+        (1, ANY, Dot(4096, 8)),
+        (16, 256, tile(16, 16, 4)),
+        (128, 256, tile(32, 16, 4)),
         (128, ANY, Split(16, 32, 512, 1024, 8, combine)),
         (ANY, ANY, Split(32, 32, 256, 2048, 8, combine)),
     )
-    return tuple(Bucket(*row, COMPILED) for row in rows)
+    return tuple(Bucket(*row, evidence) for row in rows)
 
 
 TABLE = {
-    "sm_80": _buckets("launch"),
-    "sm_89": _buckets("launch"),
-    "sm_90": _buckets("pdl"),
-    "sm_120": _buckets("pdl"),
+    "sm_80": _buckets("launch", COMPILED),
+    "sm_89": _buckets("launch", COMPILED),
+    "sm_90": _buckets("pdl", MEASURED),
+    "sm_120": _buckets("pdl", COMPILED),
 }
 RELATIVE = {"sm_86": "sm_80", "sm_87": "sm_80", "sm_121": "sm_120"}
 

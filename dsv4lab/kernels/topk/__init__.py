@@ -3,12 +3,11 @@
     positions = of the k largest of scores[row, :seq_lens[row]], equal ones by position; all if there are k or fewer
     out[row]  = page_tables[row, position // page_size] * page_size + position % page_size, ascending, then -1
 
-Exact and deterministic: bitwise the same in every run, every tensor-parallel rank and every graph replay. One launch.
-A row costs one read of its own scores, shared out, and a search in a few thousand of them by one program; where a
-sample of the row misleads, a walk down group maxima instead. Rows of k or fewer scores are not read. Nothing touches
-the width past a row's end, but for what lies with its last score in 16 bytes. NaN ranks below -inf and -0.0 equals 0.0.
-It takes the arguments of SGLang's `topk_transform_512`, with k up to 2048; it replaces there, and as a peer here,
-`torch.topk`, which reads the whole width.
+Exact and deterministic: bitwise the same in every run, every tensor-parallel rank and every graph replay. One launch: a
+row costs one read of its own scores and 33% more for group maxima, then a walk down the maxima by one program; rows of
+k or fewer scores are not read. Nothing touches the width past a row's end, but for what lies with its last score in 16
+bytes. NaN ranks below -inf and -0.0 equals 0.0. It takes the arguments of SGLang's `topk_transform_512`, with k up to
+2048; it replaces there, and as a peer here, `torch.topk`, which reads the whole width.
 
 Implementations: `triton`; `torch`: `torch.topk` alone, on rows whose tail holds -inf, without the page mapping.
 """
@@ -48,15 +47,13 @@ __all__ = [
 ]  # fmt: skip
 
 IMPLEMENTATIONS = ("torch", "triton")
-MOST_PROGRAMS = 16
-"""Of one row: the last to finish merges what each has found."""
 ARRIVALS = 4
 """int32 at the end of a workspace row: the programs that have stored their maxima, and padding to 16 bytes."""
 CANDIDATES = {f"triton_{c.name}": ("triton", c) for c in SWEEP}
 
 
 def workspace_shape(rows: int, width: int, k: int) -> tuple[int, int]:
-    """Shape of the int32 workspace for scores [rows, width]: candidates or maxima, a list, a count of arrivals."""
+    """Shape of the int32 workspace for scores [rows, width]: a row's maxima, a list of groups, a count of arrivals."""
     return rows, maxima_ints(width) + list_length(k) + ARRIVALS
 
 
@@ -76,7 +73,7 @@ def launches(
     (rows, width), scores = call.scores.shape, call.scores
     next_n = rows // call.page_tables.shape[0]
     length, aligned = list_length(call.k), scores.stride(0) % 4 == 0 and scores.data_ptr() % 16 == 0
-    programs = 1 if maxima_ready else min(max(c.programs_per_sm * sms // rows, 1), MOST_PROGRAMS)
+    programs = 1 if maxima_ready else max(c.programs_per_sm * sms // rows, 1)
     arguments = dict(
         scores=scores, stride=scores.stride(0) // (4 if aligned else 1),
         maxima=workspace, maxima_stride=workspace.stride(0) // 4, units=-(-width // 256),

@@ -31,7 +31,7 @@ class Choice:
     evidence: str
 
 
-COMPILED = "records/static/topk_20261129T185700Z.json"
+COMPILED = "records/static/topk_20261129T212707Z.json"
 """No such GPU has been measured: as on sm_90, with more warps where the compiler would spill."""
 
 MEASURED = "records/live/h200_20261129T1825/indexer_h200_20261129T182536Z.jsonl"

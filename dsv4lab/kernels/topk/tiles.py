@@ -1,4 +1,4 @@
-"""The Triton kernel of the top-k: few scores that matter of many, then one program a row that selects from them.
+"""The Triton kernel of the top-k: maxima of groups of scores, then one program a row that follows them down.
 
 A row of n scores is a tree of maxima: each group of 4, 16, 64 and 256 scores by its largest key. The k largest scores
 lie in the k groups with the largest maxima, ties going to the lower group (whatever beats a group's maximum beats all
@@ -7,13 +7,8 @@ The threshold that keeps them is searched by counting keys held in registers, an
 between k and LIST, which the threshold of the level before often does; only the last level needs the k-th largest
 exactly. What a row costs depends on its scores by the number of search steps alone.
 
-Most rows longer than a tile do without, for k up to 1024. All programs of a row read the same sample of it, which
-gives a score that some more than k should reach, and list what does in their shares. If at least k are listed and one
-tile has room for all, the k largest are among them. A row that the sample misleads, or with too many equal scores, is
-narrowed as above.
-
-The last program of a row to finish its share goes on to select; which one that is changes nothing. A row of no more
-than 4 * LIST scores needs no other: its first program selects.
+The programs of a row share out its maxima, and the last to finish goes on to select; which one that is changes nothing.
+A row of no more than 4 * LIST scores needs no maxima: its first program selects, the others leave.
 """
 
 import triton
@@ -41,11 +36,9 @@ def _whole(t, n, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def _store_all_maxima(
-    x, levels, n, units, share, shares, BLOCK: tl.constexpr, STAGES: tl.constexpr, ALIGNED: tl.constexpr
-):
-    """One of `shares` of the row's maxima."""
-    for first in tl.range(share * BLOCK, n, shares * BLOCK, num_stages=STAGES):
+def _store_all_maxima(x, levels, n, units, BLOCK: tl.constexpr, STAGES: tl.constexpr, ALIGNED: tl.constexpr):
+    """This program's share of the row's maxima."""
+    for first in tl.range(tl.program_id(1) * BLOCK, n, tl.num_programs(1) * BLOCK, num_stages=STAGES):
         t = first + tl.arange(0, BLOCK)
         scores = tl.load(x + t, mask=_whole(t, n, ALIGNED), other=0.0)
         store_maxima(levels, tl.where(t < n, scores, float("nan")), first, n, units, BLOCK)
@@ -93,12 +86,13 @@ def _narrow(keys, low, high, lo, hi, reached, above, k):
 
 
 @triton.jit
-def _threshold(keys, lo, hi, k, most):
+def _threshold(keys, lo, hi, k, most, TAIL: tl.constexpr):
     """(lo, sure, reached): keys from `sure` on are kept, then the first that equal lo, up to `most` in all.
 
     reached: how many keys reach `sure`, `most` or fewer. At least k keys reach the lo given, none is above the hi
-    given. Up to eight times two keys are tried: where the k-th largest score would lie if they were spread evenly, and
-    if their number fell by halves; then at thirds of the keys between, which takes 21 times at most.
+    given. Up to six times two keys are tried a little to either side of where the k-th largest score would lie if they
+    were spread evenly, or with TAIL there and where it would if their number fell by halves, as it does far out; then
+    at thirds of the keys between, which takes 21 times at most.
     """
     both = tl.sum((keys >= lo).to(tl.int32) + ((keys > lo).to(tl.int32) << 16))
     reached = both & 0xFFFF
@@ -107,15 +101,23 @@ def _threshold(keys, lo, hi, k, most):
     hi = tl.where(tied, lo, hi)
     goal = 0.5 * (k + most)
     step = 0
-    while (step < 8) & (lo < hi) & (reached > most):
+    while (step < 6) & (lo < hi) & (reached > most):
         many = reached.to(tl.float32)
-        half = 0.5 / (many - above)
-        line = (many - goal) * (2.0 * half)
-        curve = (tl.log2(many) - tl.log2(goal)) / (tl.log2(many) - tl.log2(tl.maximum(above.to(tl.float32), 0.5)))
+        one = 1.0 / (many - above)
+        share = (many - goal) * one
+        if TAIL:
+            least = tl.maximum(above.to(tl.float32), 0.5)
+            halving = (tl.log2(many) - tl.log2(goal)) / (tl.log2(many) - tl.log2(least))
+            first = tl.minimum(share, halving) - 0.5 * one
+            second = tl.maximum(share, halving) + 0.5 * one
+        else:
+            margin = tl.maximum(0.5 * one, 0.03125)
+            first = share - margin
+            second = share + margin
         start = flip(lo).to(tl.float32, bitcast=True)
         width = flip(hi).to(tl.float32, bitcast=True) - start
-        low = flip((start + width * (tl.minimum(line, curve) - half)).to(tl.int32, bitcast=True))
-        high = flip((start + width * (tl.maximum(line, curve) + half)).to(tl.int32, bitcast=True))
+        low = flip((start + width * first).to(tl.int32, bitcast=True))
+        high = flip((start + width * second).to(tl.int32, bitcast=True))
         lo, hi, reached, above = _narrow(keys, low, high, lo, hi, reached, above, k)
         step += 1
     while (lo < hi) & (reached > most):
@@ -147,72 +149,11 @@ def _take(keys, ids, live, lo, sure, reached, most):
 @triton.jit
 def _keep(groups, keys, ids, live, lo, hi, k, LIST: tl.constexpr):
     """Writes the list of groups kept, between k and LIST of them; (how many, what their keys reach)."""
-    lo, sure, reached = _threshold(keys, lo, hi, k, LIST)
+    lo, sure, reached = _threshold(keys, lo, hi, k, LIST, False)
     chosen, place = _take(keys, ids, live, lo, sure, reached, LIST)
     tl.store(groups + place, ids, mask=chosen)
     tl.debug_barrier()  # the next level reads what other threads have written
     return tl.where(sure > lo, LIST, reached), lo
-
-
-@triton.jit
-def _guess(x, n, k, LIST: tl.constexpr):
-    """The key that more than k but no tile full of the row's scores should reach, by 4 * LIST of them in groups of 4.
-
-    `LOWEST` where that cannot be told: a long row of which too few are seen, or one of equal scores.
-    """
-    TILE: tl.constexpr = 4 * LIST
-    want = (tl.sqrt(k.to(tl.float32) * TILE) * TILE / n.to(tl.float32)).to(tl.int32)
-    if want < 16:
-        return LOWEST + tl.zeros([], tl.int32)
-    group = tl.arange(0, LIST)[:, None] * (n // TILE)
-    keys = score_key(tl.load(x + group * 4 + tl.arange(0, 4)[None, :]))
-    _, sure, reached = _threshold(keys, tl.min(keys), tl.max(keys), want, want + want // 8 + 1)
-    return tl.where(reached < want, LOWEST, sure)  # fewer than wanted: as many again are tied
-
-
-@triton.jit
-def _share(x, t, last, ALIGNED: tl.constexpr):
-    """Scores at the positions t below `last`, which is the row's end or a multiple of 64."""
-    return tl.load(x + t, mask=_whole(t, last, ALIGNED), other=0.0)
-
-
-@triton.jit
-def _list_candidates(x, p, first, last, scores, cut, section, room, TILE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Writes, up to `room` of them, the positions from `first` on whose scores reach `cut`; how many there are.
-
-    p: positions in a tile. scores: of the first tile, asked for before the cut was known.
-    """
-    ahead = _share(x, first + TILE + p, last, ALIGNED)
-    found = 0
-    for at in range(first, last, TILE):
-        following = _share(x, at + 2 * TILE + p, last, ALIGNED)
-        chosen = (scores >= cut) & (at + p < last)
-        place = found + _before(chosen)
-        tl.store(section + place, at + p, mask=chosen & (place < room))
-        found += tl.sum(chosen.to(tl.int32))
-        scores = ahead
-        ahead = following
-    return found
-
-
-@triton.jit
-def _merged(sections, counts, programs, room, k, LIST: tl.constexpr):
-    """(ids, which exist, whether they serve) [LIST, 4] of all programs' candidates, in order.
-
-    They do not if one of the programs or the tile had no room for all, or if they are fewer than k.
-    """
-    p = tl.arange(0, LIST)[:, None] * 4 + tl.arange(0, 4)[None, :]
-    at = p
-    total = 0
-    most = 0
-    for j in range(programs):
-        at = tl.where(p >= total, j * room + p - total, at)
-        count = tl.load(counts + j)
-        total += count
-        most = tl.maximum(most, count)
-    serve = (most <= room) & (total >= k) & (total <= 4 * LIST)
-    live = (p < total) & serve
-    return tl.load(sections + at, mask=live, other=0), live, serve
 
 
 @triton.jit
@@ -247,28 +188,23 @@ def _write_all(out, raw, n, k, pages, K: tl.constexpr, PAGE: tl.constexpr, RAW: 
 
 
 @triton.jit
-def _write_largest(scores, ids, live, page, lo, hi, k, out, raw, PAGE: tl.constexpr, RAW: tl.constexpr):
-    """Writes the k largest of the scores [LIST, 4] in order. lo, hi: as for `_threshold`; `LOWEST` if not known."""
+def _select_k(
+    x, parent, some, n, lo, hi, k, pages, out, raw, PAGE: tl.constexpr, RAW: tl.constexpr, ALIGNED: tl.constexpr,
+    TAIL: tl.constexpr,
+):  # fmt: skip
+    """Writes the k largest of the scores in groups of 4. lo, hi: as for `_threshold`, or with lo > hi unknown."""
+    ids, live = _children(parent, some, n)
+    scores = tl.load(x + ids, mask=some & _whole(ids, n, ALIGNED), other=0.0)
+    page = _pages_of(pages, parent, some & (parent * 4 < n), ids, live, PAGE)  # asked for now, needed after the search
     keys = tl.where(live, score_key(scores), LOWEST)
-    if hi == LOWEST:
-        lo = tl.maximum(lo, tl.min(tl.where(live, keys, 0x7FFFFFFF)))
+    if lo > hi:
+        lo = tl.min(tl.where(live, keys, 0x7FFFFFFF))
         hi = tl.max(keys)
-    lo, sure, reached = _threshold(keys, lo, hi, k, k)
+    lo, sure, reached = _threshold(keys, lo, hi, k, k, TAIL)
     chosen, place = _take(keys, ids, live, lo, sure, reached, k)
     tl.store(out + place, page * PAGE + ids % PAGE, mask=chosen)
     if RAW:
         tl.store(raw + place, ids, mask=chosen)
-
-
-@triton.jit
-def _select_k(
-    x, parent, some, n, lo, hi, k, pages, out, raw, PAGE: tl.constexpr, RAW: tl.constexpr, ALIGNED: tl.constexpr
-):
-    """`_write_largest` of the scores in groups of 4."""
-    ids, live = _children(parent, some, n)
-    scores = tl.load(x + ids, mask=some & _whole(ids, n, ALIGNED), other=0.0)
-    page = _pages_of(pages, parent, some & (parent * 4 < n), ids, live, PAGE)  # asked for now, needed after the search
-    _write_largest(scores, ids, live, page, lo, hi, k, out, raw, PAGE, RAW)
 
 
 @triton.jit(
@@ -304,7 +240,7 @@ def topk_kernel(
                 _write_all(out, raw, n, k, pages, LIST, PAGE, RAW)
             else:
                 group, some = _kept(table, -1, LIST // 2)
-                _select_k(x, group, some, n, LOWEST, LOWEST, k, pages, out, raw, PAGE, RAW, ALIGNED)
+                _select_k(x, group, some, n, 1, 0, k, pages, out, raw, PAGE, RAW, ALIGNED, False)
         return
 
     levels = tl.multiple_of(maxima + row.to(tl.int64) * (maxima_stride * 4), 16)
@@ -313,36 +249,13 @@ def topk_kernel(
         if tl.program_id(1) > 0:
             return
     elif not READY:
-        programs = tl.num_programs(1)
-        share = tl.cdiv(n, programs * 64) * 64
-        room = tl.minimum(share // 4, TILE)
-        first = tl.program_id(1) * share
-        last = tl.minimum(first + share, n)
-        p = tl.arange(0, LIST)[:, None] * 4 + tl.arange(0, 4)[None, :]
-        early = _share(x, first + p, last, ALIGNED)
-        cut = _guess(x, n, k, LIST) if LIST == 1024 else LOWEST  # with longer lists registers would spill
-        if cut > LOWEST:
-            reach = flip(cut).to(tl.float32, bitcast=True)
-            section = levels + tl.program_id(1) * room
-            listed = _list_candidates(x, p, first, last, early, reach, section, room, TILE, ALIGNED)
-            tl.store(groups + tl.program_id(1), listed)
-        else:
-            _store_all_maxima(x, levels, n, units, tl.program_id(1), programs, BLOCK, STAGES, ALIGNED)
+        _store_all_maxima(x, levels, n, units, BLOCK, STAGES, ALIGNED)
         if not _finished_last(levels + arrivals):
             return
-        if cut > LOWEST:
-            ids, live, serve = _merged(levels, groups, programs, room, k, LIST)
-            if serve:
-                page = tl.load(pages + ids // PAGE, mask=live, other=0)
-                found = tl.load(x + ids, mask=live, other=0.0)
-                _write_largest(found, ids, live, page, cut, LOWEST, k, out, raw, PAGE, RAW)
-                return
-            _store_all_maxima(x, levels, n, units, 0, 1, BLOCK, STAGES, ALIGNED)
-            tl.debug_barrier()
     elif n > 64 * TILE:
         _coarsest(levels, n, units, LIST)
     kept = -1
-    lo, hi = LOWEST, LOWEST
+    lo, hi = 1, 0
     level = (n > TILE).to(tl.int32) + (n > 4 * TILE).to(tl.int32) + (n > 16 * TILE).to(tl.int32)
     level += (n > 64 * TILE).to(tl.int32)
     while level > 0:  # of groups of 4 ** level scores
@@ -356,4 +269,4 @@ def topk_kernel(
         kept, lo = _keep(groups, keys, ids, live, lo, hi, k, LIST)
         level -= 1
     group, some = _kept(groups, kept, LIST)
-    _select_k(x, group, some, n, lo, hi, k, pages, out, raw, PAGE, RAW, ALIGNED)
+    _select_k(x, group, some, n, lo, hi, k, pages, out, raw, PAGE, RAW, ALIGNED, True)
