@@ -36,6 +36,7 @@ def small() -> nn.Module:
         layers__self_attn__wo_b__weight_scale_inv=parameter(2, 3),
         layers__self_attn__kv_norm__weight=parameter(512),
         layers__self_attn__attn_sink=parameter(64),
+        layers__self_attn__attn_mqa__k_scale=parameter(),
         layers__mlp__experts__w13_weight=parameter(3, 256, 256, dtype=E4M3),
         layers__mlp__experts__w13_weight_scale_inv=parameter(3, 2, 2),
         layers__mlp__topk__tid2eid=parameter(64, 6, dtype=torch.int32),
@@ -57,6 +58,7 @@ def product_scale(weight: torch.Tensor, scale: torch.Tensor) -> float:
 
 def test_what_is_drawn_depends_on_the_name_alone():
     first, again = filled(small()), filled(small())
+    assert first["layers.self_attn.attn_mqa.k_scale"] == 1
     assert all(torch.equal(first[name].float(), again[name].float()) for name in first)
     one, other = first["layers.self_attn.wq_b.weight"], first["layers.self_attn.wo_b.weight"]
     assert not torch.equal(one.float(), other.float())

@@ -130,6 +130,8 @@ def _gain(name: str) -> float:
 
 
 def _inputs(weight: Tensor) -> int:
+    if not weight.ndim:
+        return 1
     return weight.shape[-1] * (2 if weight.dtype == torch.int8 else 1)
 
 
