@@ -31,6 +31,7 @@ OURS = families.load()
         ("flash_fwd_splitkv_mla_kernel", "sparse_attention"),
         ("void flash_fwd_kernel<Flash_fwd_kernel_traits<128>>", "dense_attention"),
         ("cutlass::Kernel2<cutlass_80_simt_sgemm_64x64_8x5_tn_align1>", "gemm_simt"),
+        ("sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize64x64x8_stage3_ffma_aligna4_cublas", "gemm_simt"),
         ("void smxx::decode::flash_fwd_mla_combine_kernel<cutlass::bfloat16_t, 512>(Params)", "sparse_attention"),
         ("void fbgemm_gpu::split_embedding_codegen_forward_unweighted_kernel<c10::Half>(long)", "other"),
         ("void at::native::vectorized_elementwise_kernel<4, fbgemm_gpu::_float_to_hfp8_gpu()>", "glue_elementwise"),
