@@ -61,6 +61,24 @@ def test_what_a_stage_was_worth_in_order_and_alone(rates):
     assert table["so far"].tolist() == [1.0, 2.0, 32.0]
 
 
+def test_conditions_say_what_ran_beside_and_how_even_the_waves_were():
+    waves = {"ttft_ms": 30.0, "steady_tok_s": 90.0, "compiles": 5.0}
+    uneven = record("stock", 64, **waves).model_copy(
+        update={"samples_us": [2e6, 3e6], "method": {"name": "waves", "beside": ["native"]}}
+    )
+    table = serving.conditions([record("indexer", 1, **waves), record("stock", None), uneven])
+    assert list(table.index) == [("stock", 64), ("indexer", 1)]
+    assert table.loc[("stock", 64)].tolist() == ["00:00", "native", "5", 1.5, 30.0, 90.0]
+    assert table.loc[("indexer", 1), "beside"] == "unknown"
+
+
+def test_the_headline_has_a_dash_for_what_was_not_served():
+    frame = records.to_frame([*RUN, record("indexer", 32, output_tok_s=50.0)])
+    *_, at_32, at_64 = serving.headline(frame).splitlines()
+    assert at_32 == "| 32 | – | 50.0 | – | – | – |"
+    assert at_64 == "| 64 | 100 | 3,200 | 3,300 | 32.0x | 0.970x |"
+
+
 def test_marks_are_met_missed_or_not_measured(rates):
     gain = serving.over(rates, "indexer", "stock")
     assert gain.to_dict() == {64: 32.0} and serving.over(rates, "indexer", "native_auto").empty

@@ -17,12 +17,13 @@ LADDER = {
     "split_k": "+ split-K",
     "bf16": "+ bf16 where FP32 was forced",
     "indexer_stock_mhc": "+ indexer at the real length",
-    "indexer": "+ MHC-pre in one pass: all fixes",
+    "indexer": "all fixes",
 }
-"""The stages that follow from one another, and what each adds."""
+"""The stages that follow from one another, and what each adds; the last has MHC-pre in one pass besides."""
 
 MARKS = {"native": "SGLang's Hopper path", "native_auto": "SGLang's own choices"}
 CAPPED = {"stock": "stock_ctx8192", "indexer": "indexer_ctx8192"}
+LABELS = LADDER | MARKS | {short: f"{LADDER[stage]}, 8K allowed" for stage, short in CAPPED.items()}
 COMPILED = ("compile", "compile_nographs", "compile_stock_attention")
 STAGES = (*LADDER, *MARKS, *CAPPED.values(), *COMPILED)
 
@@ -69,13 +70,37 @@ def over(rates: pd.DataFrame, stage: str, other: str) -> pd.Series:
     return (rates.loc[stage] / rates.loc[other]).dropna()
 
 
+def conditions(run: Sequence[Record]) -> pd.DataFrame:
+    """Under which conditions each rate was measured, a row a stage and C.
+
+    When, which stages ran beside it on other GPUs of the machine, compilations in the window, the slowest of the waves
+    over the fastest, the first token (ms), and tokens/s of the steady window, where nothing is prefilled.
+    """
+    rows = {}
+    for record in run:
+        if record.config["stage"] in STAGES and record.config["C"] is not None:
+            rows[record.config["stage"], record.config["C"]] = {
+                "at (UTC)": f"{record.date_utc:%H:%M}",
+                "beside": ", ".join(record.method.get("beside", ["unknown"])) or "none",
+                "compiled": f"{record.result['compiles']:g}",
+                "slowest / fastest wave": max(record.samples_us) / min(record.samples_us),
+                "first token (ms)": record.result["ttft_ms"],
+                "steady tokens/s": record.result["steady_tok_s"],
+            }
+    table = pd.DataFrame.from_dict(rows, orient="index").rename_axis(["stage", "C"])
+    return table.loc[[stage for stage in STAGES if stage in table.index.levels[0]]]
+
+
 def headline(frame: pd.DataFrame) -> str:
-    """The README's table as Markdown, output tokens/s: all fixes and SGLang's Hopper path."""
+    """The README's table as Markdown, output tokens/s: stock, all fixes, SGLang's Hopper path, and two ratios."""
     rates = served(frame)
-    lines = [["requests at once", "all fixes", MARKS["native"], "fixes / Hopper path"], ["--:"] * 4]
-    for load, ratio in over(rates, "indexer", "native").items():
-        both = (number(rates.loc[stage, load]) for stage in ("indexer", "native"))
-        lines.append([str(load), *both, f"{ratio:.2f}x"])
+    stages = [stage for stage in ("stock", "indexer", "native") if stage in rates.index]
+    columns = {LABELS[stage]: rates.loc[stage].map(number) for stage in stages}
+    for other, title in (("stock", "fixes / stock"), ("native", "fixes / Hopper path")):
+        gain = over(rates, "indexer", other).map(lambda x: f"{number(x)}x")
+        columns[title] = gain.reindex(rates.columns, fill_value="–")
+    lines = [["requests at once", *columns], ["--:"] * (len(columns) + 1)]
+    lines += [[str(load), *(column[load] for column in columns.values())] for load in rates]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -144,7 +169,7 @@ def ladder(rates: Mapping[str, pd.Series], title: str | None = None, xlabel: str
         figure, grid = plt.subplots(1, len(rates), squeeze=False, figsize=(5.1 * len(rates), height))
         for axes, (name, series) in zip(grid[0], rates.items(), strict=True):
             series = series.dropna()
-            labels = [(LADDER | MARKS).get(stage, stage) for stage in series.index]
+            labels = [LABELS.get(stage, stage) for stage in series.index]
             colors = [GREEN if stage in MARKS else BLUE if stage in LADDER else GREY for stage in series.index]
             bars = axes.barh(labels, series, color=colors)
             axes.bar_label(bars, [f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in series], padding=3)
