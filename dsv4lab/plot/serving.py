@@ -97,8 +97,8 @@ def headline(frame: pd.DataFrame) -> str:
     stages = [stage for stage in ("stock", "indexer", "native") if stage in rates.index]
     columns = {LABELS[stage]: rates.loc[stage].map(number) for stage in stages}
     for other, title in (("stock", "fixes / stock"), ("native", "fixes / Hopper path")):
-        gain = over(rates, "indexer", other).map(lambda x: f"{number(x)}x")
-        columns[title] = gain.reindex(rates.columns, fill_value="–")
+        gain = over(rates, "indexer", other)
+        columns[title] = {load: f"{number(gain[load])}x" if load in gain else "–" for load in rates}
     lines = [["requests at once", *columns], ["--:"] * (len(columns) + 1)]
     lines += [[str(load), *(column[load] for column in columns.values())] for load in rates]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
