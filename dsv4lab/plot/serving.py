@@ -23,7 +23,9 @@ LADDER = {
 
 MARKS = {"native": "SGLang's Hopper path", "native_auto": "SGLang's own choices"}
 CAPPED = {"stock": "stock_ctx8192", "indexer": "indexer_ctx8192"}
-LABELS = LADDER | MARKS | {short: f"{LADDER[stage]}, 8K allowed" for stage, short in CAPPED.items()}
+REPORTED = {"baseline": "baseline", "indexer_fix": "+ context capped to 8K"}
+"""Rungs that the campaign reported under names of its own."""
+LABELS = LADDER | REPORTED | MARKS | {short: f"{LADDER[stage]}, 8K allowed" for stage, short in CAPPED.items()}
 COMPILED = ("compile", "compile_nographs", "compile_stock_attention")
 STAGES = (*LADDER, *MARKS, *CAPPED.values(), *COMPILED)
 
@@ -170,7 +172,9 @@ def ladder(rates: Mapping[str, pd.Series], title: str | None = None, xlabel: str
         for axes, (name, series) in zip(grid[0], rates.items(), strict=True):
             series = series.dropna()
             labels = [LABELS.get(stage, stage) for stage in series.index]
-            colors = [GREEN if stage in MARKS else BLUE if stage in LADDER else GREY for stage in series.index]
+            colors = [
+                GREEN if stage in MARKS else BLUE if stage in LADDER | REPORTED else GREY for stage in series.index
+            ]
             bars = axes.barh(labels, series, color=colors)
             axes.bar_label(bars, [f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in series], padding=3)
             axes.set_xlim(0, 1.2 * series.max())
