@@ -124,15 +124,21 @@ def resident_blocks(card: Mapping[str, int], warps: int, gpu: GPU) -> int:
     return min(REGISTERS_PER_SM // registers, (gpu.shared_memory_per_block + RESERVED_PER_BLOCK) // shared)
 
 
-def headline(frame: pd.DataFrame, heads: int) -> str:
-    """The README's table for `heads` heads as Markdown: cold medians in microseconds and two ratios, a row a batch."""
-    chosen = select(frame, H=heads, cache="cold", lengths="full", s_q=1, window=128, topk=512)
-    found = times(chosen)[["stock_simt", "simt", "mma", "split_k", "flashmla"]]
+def headline(frame: pd.DataFrame, stock: pd.DataFrame, heads: int) -> str:
+    """The README's table for `heads` heads as Markdown: cold medians in microseconds and two ratios, a row a batch.
+
+    stock: a run with SGLang's kernel, of which nothing else is taken; dashes where it has no such batch.
+    """
+    call = dict(H=heads, cache="cold", lengths="full", s_q=1, window=128, topk=512)
+    chosen = select(frame, **call)
+    found = times(chosen)[["simt", "mma", "split_k", "gluon", "flashmla"]]
+    found.insert(0, "stock_simt", times(select(stock, **call))["stock_simt"])
     floor_us = with_floor(chosen).query("impl == 'split_k'").set_index("B")["floor_us"]
+    gain = found["stock_simt"] / found["gluon"]
     columns = {LOOKS[impl].label: found[impl].map(number) for impl in found} | {
         "floor": floor_us.map(number),
-        "stock / split-K": (found["stock_simt"] / found["split_k"]).map(lambda x: f"{number(x)}x"),
-        "split-K / FlashMLA": (found["split_k"] / found["flashmla"]).map(number),
+        "stock / Gluon": gain.map(lambda x: f"{number(x)}x", na_action="ignore").fillna(number(float("nan"))),
+        "Gluon / FlashMLA": (found["gluon"] / found["flashmla"]).map(number),
     }
     lines = [["B", *columns], ["--:"] * (len(columns) + 1)]
     lines += [[str(batch), *(column[batch] for column in columns.values())] for batch in found.index]
@@ -143,7 +149,7 @@ def indexer_headline(frame: pd.DataFrame) -> str:
     """The README's table of the indexer as Markdown, microseconds: batch 32 under a limit of 1M tokens."""
     found = times(select(frame, B=32, next_n=1, max_len=frame["max_len"].max()), over="actual").dropna()
     columns = {LOOKS[impl].label: found[impl].map(number) for impl in found} | {
-        "fallback / fused": (found["torch_fallback"] / found["fused"]).map(lambda x: f"{number(x)}x")
+        "fallback / Triton": (found["torch_fallback"] / found["triton"]).map(lambda x: f"{number(x)}x")
     }
     lines = [["real positions", *columns], ["--:"] * (len(columns) + 1)]
     lines += [[f"{length:,}", *(column[length] for column in columns.values())] for length in found.index]

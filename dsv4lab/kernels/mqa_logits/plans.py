@@ -36,7 +36,7 @@ COMPILED = "records/static/mqa_logits_20261129T183100Z.json"
 """No such GPU has been measured: what the compiler makes without a spill, as many programs as an SM's shared memory
 holds."""
 
-MEASURED = "records/live/h200_20261129T1825/mqa_logits_h200_20261129T182436Z.jsonl"
+MEASURED = "records/mqa_logits_h200_20261129T214610Z.jsonl"
 
 TABLE = {
     "sm_80": Choice(Config(4, 4, 3), Config(4, 4, 2), COMPILED),

@@ -50,7 +50,7 @@ class Bucket:
 
 ANY = 2**31
 SWEEP_H200 = "records/sparse_mla_decode_sweep_h200_20261129T151739Z.jsonl"
-PROBED = "a probe without a record"
+MEASURED = "records/sparse_mla_decode_h200_20261129T214906Z.jsonl"
 COMPILED = "records/static/sparse_mla_20261129T213511Z.json"
 """No such GPU has been measured. Taken is what the compiler makes without a spill within the shared memory of a block
 there, and, of several such, what was faster on the H200 with one block an SM (the sweep's "x1")."""
@@ -98,9 +98,9 @@ GLUON_N32, GLUON_N64 = (Config(64, n, 4, 64 // n, False, 1, gluon=True) for n in
 GLUON = {
     "sm_90": (
         *(bucket for bucket in TABLE["sm_90"] if bucket.max_heads == 16 and bucket.max_rows <= 24),
-        *_table(PROBED, (16, 64, GLUON_N32), (16, ANY, GLUON_N64)),
+        *_table(MEASURED, (16, 64, GLUON_N32), (16, ANY, GLUON_N64)),
         *(bucket for bucket in TABLE["sm_90"] if bucket.max_heads == ANY and bucket.max_rows <= 2),
-        *_table(PROBED, (ANY, ANY, GLUON_N64)),
+        *_table(MEASURED, (ANY, ANY, GLUON_N64)),
     ),
 }
 """What the implementation `gluon` runs, where it has a kernel at all: with few rows `split_k`'s own is faster.

@@ -34,8 +34,7 @@ class Choice:
 COMPILED = "records/static/topk_20261129T212707Z.json"
 """No such GPU has been measured: as on sm_90, with more warps where the compiler would spill."""
 
-MEASURED = "records/live/h200_20261129T1825/indexer_h200_20261129T182536Z.jsonl"
-"""As the second half of the indexer's `triton`."""
+MEASURED = "records/topk_sweep_h200_20261129T214740Z.jsonl"
 
 _CONFIG = Config(8, 4096, 3, 1)
 TABLE = {
