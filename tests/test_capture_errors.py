@@ -43,6 +43,16 @@ def test_other_errors_are_told_by_their_cause():
     assert found.text == "ValueError: bad shape"
 
 
+@pytest.mark.parametrize("message", ["Cannot copy between CPU and CUDA tensors during CUDA graph capture", "no kernel"])
+def test_what_a_backend_of_dynamo_raised_is_the_first_error(message):
+    class BackendCompilerFailed(RuntimeError):
+        inner_exception = ValueError(message)
+
+    with pytest.raises(BackendCompilerFailed) as caught:
+        raise BackendCompilerFailed(f"backend='inductor' raised:\nValueError: {message}") from None
+    assert first_error(caught.value).text == f"ValueError: {message}"
+
+
 def test_other_cuda_errors_keep_the_number_that_torch_gives():
     error = RuntimeError("CUDA error: an illegal access\nSearch for `cudaErrorIllegalAddress' in")
     error.error_code = 700

@@ -36,6 +36,26 @@ def test_measured_times_know_their_link_and_their_bus_bandwidth():
     assert len(figures.lines_against(panels, "message (KiB)", "µs").axes) == 2
 
 
+def test_measured_sizes_are_set_against_the_model_and_against_nccl():
+    us = {"nccl": (12.0, 40.0), "nccl_ring_ll": (10.0, 50.0), "nccl_ring_simple": (20.0, 30.0), "one_shot": (6.0, 80.0)}
+    us["nccl_4_channels"] = (11.0, 90.0)
+    rows = [
+        {"impl": impl, "KiB": kib, "us": time, "model_us": 15.0, "chosen": "RING LL" if impl == "nccl" else None}
+        for impl, times in us.items()
+        for kib, time in zip((4, 4096), times, strict=True)
+    ]
+    frame = pd.DataFrame(rows).assign(off=lambda each: each["model_us"] / each["us"])
+    frame.loc[frame["impl"] == "nccl_4_channels", ["model_us", "off"]] = None
+    frame.loc[(frame["impl"] == "nccl_ring_ll") & (frame["KiB"] == 4096), "model_us"] = 16.0
+    assert list(frames.off_by_size(frame)) == ["nccl", "nccl_ring_ll", "nccl_ring_simple", "one_shot"]
+    assert frames.off_by_size(frame).loc[4, "one_shot"] == 2.5
+    assert frames.over_nccl(frame, ["one_shot"])["one_shot"].tolist() == [0.5, 2.0]
+    table = frames.fastest(frame)
+    assert table["measured"].tolist() == ["NCCL ring LL", "NCCL ring Simple"]
+    assert table.loc[4096, "by the model"] == "NCCL ring Simple" and table.loc[4, "NCCL took"] == "RING LL"
+    assert table["NCCL / fastest"].tolist() == pytest.approx([1.2, 4 / 3])
+
+
 def test_served_steps_and_rates_are_those_of_several_gpus():
     step = {"step_us": 2000.0, "collectives_us": 100.0, "share": 0.05, "model_us": 60.0, "model_share": 0.03,
             "all_reduces": 13.0, "attention_us": 40.0, "padded_attention_us": None}  # fmt: skip

@@ -52,13 +52,18 @@ def _behind(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         yield error
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+        error = _explicit(error) or (None if error.__suppress_context__ else error.__context__)
 
 
 def _cause(error: BaseException) -> BaseException:
-    while error.__cause__ is not None:
-        error = error.__cause__
+    while (earlier := _explicit(error)) is not None:
+        error = earlier
     return error
+
+
+def _explicit(error: BaseException) -> BaseException | None:
+    """What `error` names as its cause; Dynamo keeps what its backend raised in a field, and raises `from None`."""
+    return error.__cause__ or getattr(error, "inner_exception", None)
 
 
 def _code(error: BaseException) -> int | None:

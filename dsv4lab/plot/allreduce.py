@@ -57,6 +57,36 @@ def lines(frame: pd.DataFrame) -> Mapping[str, list[tuple[Look, pd.Series]]]:
     return panels
 
 
+def off_by_size(frame: pd.DataFrame) -> pd.DataFrame:
+    """How many times the measured time the model makes of it: a row a size (KiB), a column an implementation."""
+    return _by_size(frame, "off").dropna(axis="columns", how="all")
+
+
+def over_nccl(frame: pd.DataFrame, impls: list[str]) -> pd.DataFrame:
+    """Times of `impls` over those of NCCL as it is: a row a size (KiB), a column each, NaN if not measured."""
+    times = _by_size(frame, "us")
+    return times.reindex(columns=impls).div(times["nccl"], axis=0)
+
+
+def fastest(frame: pd.DataFrame) -> pd.DataFrame:
+    """Of NCCL's algorithms and protocols the fastest by size (KiB), measured and by the model, and what it took itself.
+
+    The last column is how many times the fastest one's time that cost.
+    """
+    forced = frame[frame["impl"].str.match("nccl_(ring|tree)")]
+    measured, modelled = _by_size(forced, "us"), _by_size(forced, "model_us")
+    itself = frame[frame["impl"] == "nccl"].set_index("KiB").sort_index()
+    names = {"measured": measured.idxmin(axis=1), "by the model": modelled.idxmin(axis=1)}
+    labels = {name: column.map(lambda impl: look(impl).label) for name, column in names.items()}
+    cost = itself["us"] / measured.min(axis=1)
+    return pd.DataFrame(labels | {"NCCL took": itself["chosen"], "NCCL / fastest": cost})
+
+
+def _by_size(frame: pd.DataFrame, value: str) -> pd.DataFrame:
+    table = frame.pivot(index="KiB", columns="impl", values=value)
+    return table[in_order(set(table.columns))]
+
+
 def by_batch(costs: Mapping[str, comm.Cost], batches: list[int]) -> pd.DataFrame:
     """Microseconds of one all-reduce of the hidden state: a row a batch, a column a cost."""
     nbytes = {batch: comm.step(batch, 2)[0].nbytes for batch in batches}

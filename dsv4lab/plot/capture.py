@@ -24,8 +24,12 @@ CAUSES = {
         "A stream was forked off and never joined again, so the graph would have an end that nothing waits for."
     ),
     "Cannot copy between CPU and CUDA": (
-        "torch.compile begins to compile inside the capture, and saves and restores the GPU's random state as it does: "
-        "a copy from pageable memory, which a capture cannot hold."
+        "torch.compile begins to compile inside the capture, and on the way copies from pageable memory, which a "
+        "capture cannot hold."
+    ),
+    "BackendCompilerFailed": (
+        "torch.compile begins to compile inside the capture, and its backend gives up before CUDA refuses anything; "
+        "this run kept the wrapper's first line, not the error within."
     ),
     "Cannot prepare for replay": (
         "This mode has CUDA graphs of its own: warm, it would replay one, which cannot be done inside a capture."
@@ -39,7 +43,7 @@ CAUSES = {
 """What an error is recognised by, its CUDA name or its text, and what is behind it in one sentence."""
 
 _COLORS = {CAPTURED: GREEN, WRONG: BLACK, UNKNOWN: GREY}
-_COLORS |= dict(zip(CAUSES, (VERMILLION, ORANGE, BLUE, PURPLE, SKY, "#F0E442", "#BBBBBB"), strict=True))
+_COLORS |= dict(zip(CAUSES, (VERMILLION, ORANGE, BLUE, "#5A3A8A", PURPLE, SKY, "#F0E442", "#BBBBBB"), strict=True))
 _WARMTHS = {"same": "warmed at the shape", "other": "warmed at another", "cold": "cold"}
 _STREAMS = {"none": "none", "joined": "joined", "unjoined": "not joined", "event_before": "old event"}
 
@@ -87,7 +91,8 @@ def matrix(frame: pd.DataFrame, title: str | None = None) -> Figure:
     Each attention kernel has a panel. Only the three warm-ups of the matrix are drawn.
     """
     frame = frame.assign(outcome=outcomes(frame))[frame["warmth"].isin(list(_WARMTHS))]
-    rows = list(dict.fromkeys(zip(frame["mode"], frame["cudagraphs"], strict=True)))
+    modes = set(zip(frame["mode"], frame["cudagraphs"], strict=True))
+    rows = sorted(modes, key=lambda row: (row[0] == "eager", *row))
     columns = [(warmth, stream) for warmth in _WARMTHS for stream in _STREAMS]
     panels = list(frame.groupby("impl", sort=False))
     with styled():
@@ -126,7 +131,8 @@ def _column_names(axes: Axes, columns: list) -> None:
     axes.set_xticks(range(len(columns)), [_STREAMS[stream] for _, stream in columns], fontsize=8, rotation=30)
     for start, name in zip(range(0, len(columns), len(_STREAMS)), _WARMTHS.values(), strict=True):
         middle = start + (len(_STREAMS) - 1) / 2
-        axes.annotate(name, (middle, -0.34), xycoords=("data", "axes fraction"), ha="center", annotation_clip=False)
+        where = {"xy": (middle, 0), "xycoords": ("data", "axes fraction"), "ha": "center", "annotation_clip": False}
+        axes.annotate(name, **where, xytext=(0, -50), textcoords="offset points")
 
 
 def inductor_kernels(trace: Path, steps: int) -> pd.DataFrame:

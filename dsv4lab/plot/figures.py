@@ -17,6 +17,7 @@ _DASHES = ("-", "--", ":", "-.")
 _LABEL_GAP = 0.055  # of the height of the axes
 _PANEL = (5.1, 4.2)  # inches
 _BATCH = "batch size B"
+_TICKS = 12  # of which every one can be labelled
 
 
 def time_against_batch(frame: pd.DataFrame, title: str | None = None) -> Figure:
@@ -139,6 +140,7 @@ def _draw(axes: Axes, lines: Sequence[tuple[Look, pd.Series]]) -> None:
         series = series.dropna()
         axes.plot(series.index, series, color=each.color, marker=each.marker, linestyle=each.linestyle)
     ticks = sorted({x for _, series in lines for x in series.dropna().index})
+    ticks = ticks[:: 1 + len(ticks) // _TICKS]
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xticks(
