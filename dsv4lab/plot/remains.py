@@ -11,6 +11,8 @@ from dsv4lab.plot import allreduce, tables
 from dsv4lab.plot.chapters import number
 
 C4_LAYERS = DSV4_FLASH.layer_counts["c4"]
+OURS, OUR_INDEXERS = ["split_k", "gluon"], ["triton", "fused"]
+"""Implementations of which the lab would take the faster."""
 NOT_YET = "not measured yet"
 
 
@@ -133,6 +135,7 @@ def _measured(frames: Mapping[str, pd.DataFrame]) -> dict[str, str]:
     attention = _attention(frames["sparse_mla_decode"])
     sweep = tables.times(tables.select(frames["sparse_mla_decode_sweep"], H=64, cache="cold"))
     logits, pair = (_by_limit(frames[name]) for name in ("mqa_logits", "indexer"))
+    ours = pair.reindex(columns=OUR_INDEXERS).min(axis=1)
     full, capped = (DSV4_FLASH.c4_positions(length) for length in (1_048_576, 8192))
     stock, mma, split = (attention[impl] for impl in ("stock_simt", "mma", "split_k"))
     fallback = logits["torch_fallback"]
@@ -142,8 +145,8 @@ def _measured(frames: Mapping[str, pd.DataFrame]) -> dict[str, str]:
         "block_h": f"{number(sweep['mma_bh32'][1] / sweep['mma_bh16'][1])}x at batch 1",
         "copies": f"one fallback: {number(1e-3 * C4_LAYERS * fallback[full])} ms a step at batch 32",
         "cap": f"its logits {number(fallback[full] / fallback[capped])}x less, and 1M tokens become 8K",
-        "indexer": f"{number(pair['torch_fallback'][full] / pair['fused'][full])}x less than the fallback at 1M, "
-        f"{number(pair['torch_fallback'][capped] / pair['fused'][full])}x less than it capped",
+        "indexer": f"{number(pair['torch_fallback'][full] / ours[full])}x less than the fallback at 1M, "
+        f"{number(pair['torch_fallback'][capped] / ours[full])}x less than it capped",
     }
 
 
@@ -174,7 +177,7 @@ def stages(rows: pd.DataFrame, frames: Mapping[str, pd.DataFrame]) -> tuple[pd.D
 
     Measured are one c4 layer's attention (64 heads) and indexer at batch 32, in microseconds, and both over all c4
     layers of a step in milliseconds; the indexer with 128 real positions under a limit of 1M tokens, of 8K after the
-    fix. The last row is what the lab has in their place, without a limit.
+    fix. The last row is the fastest that the lab has in their place, without a limit.
     """
     rates = tables.reported_throughput(rows)
     reported = rates.join(rates.div(rates.loc["baseline"]).add_suffix(", gain"))
@@ -186,7 +189,7 @@ def stages(rows: pd.DataFrame, frames: Mapping[str, pd.DataFrame]) -> tuple[pd.D
         "mma": (attention["mma"], fallback[full]),
         "split_k": (attention["split_k"], fallback[full]),
         "indexer_fix": (attention["split_k"], fallback[capped]),
-        "the lab": (attention["split_k"], pair["fused"][full]),
+        "the lab": (attention.reindex(OURS).min(), pair.loc[full].reindex(OUR_INDEXERS).min()),
     }
     measured = pd.DataFrame(kernels, index=["attention (µs)", "indexer (µs)"]).T
     measured["c4 layers of a step (ms)"] = 1e-3 * C4_LAYERS * measured.sum(axis=1)
