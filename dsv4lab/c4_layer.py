@@ -122,14 +122,10 @@ def run(cases: Sequence[str] = CASES, *, directory: Path | str | None = None, bu
     device = timing.require_gpu()
     shared = dict(seed=1, argv=command_line(), git=git_state(), env=environment(device))
     shared["kernel_sha256"] = kernel_hash(sys.modules[__name__])
-    journal = Journal(EXPERIMENT, shared["env"].gpu, directory)
-    try:
+    with Journal(EXPERIMENT, shared["env"].gpu, directory) as journal:
         for name in cases:
             journal.add(_measure(indexer.CASES[name], device, budget_s, shared))
         return journal.finish()
-    except BaseException as error:
-        journal.abandon(error, worth_keeping=bool(journal.records))
-        raise
 
 
 def _measure(case: indexer.Case, device: torch.device, budget_s: float, shared: dict) -> list[Record]:

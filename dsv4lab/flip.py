@@ -270,8 +270,7 @@ def _recorded(
     directory: Path | str | None, seed: int,
 ) -> Path:  # fmt: skip
     shared = dict(seed=seed, argv=command_line(), git=git_state(), env=environment(device))
-    journal = Journal(experiment, shared["env"].gpu, directory)
-    try:
+    with Journal(experiment, shared["env"].gpu, directory) as journal:
         for case, config, found in results:
             journal.add([
                 Record(
@@ -283,6 +282,3 @@ def _recorded(
             ])  # fmt: skip
             print(case, *(f"{p} {next(iter(r.values())):.6g}" for p, r in found.items()), file=sys.stderr, flush=True)
         return journal.finish()
-    except BaseException as error:
-        journal.abandon(error, worth_keeping=bool(journal.records))
-        raise

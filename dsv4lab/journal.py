@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Self
 
 from dsv4lab import records
 from dsv4lab.records import Record
@@ -12,8 +13,9 @@ from dsv4lab.records import Record
 class Journal:
     """Keeps what is added in `<experiment>_<gpu>_<time>.partial`; `finish` turns that into a record file.
 
-    A run that is killed leaves the `.partial` file, whole up to its last record. directory: None is the records folder
-    of the checkout. resume: takes up the newest such file whose records all pass it, if there is one.
+    A run that is killed leaves the `.partial` file, whole up to its last record, and so does one that ends a `with`
+    block by an error, if there are any records. directory: None is the records folder of the checkout. resume: takes
+    up the newest such file whose records all pass it, if there is one.
     """
 
     def __init__(
@@ -35,6 +37,13 @@ class Journal:
                 return
         self.path = self.directory / f"{of_this}{datetime.now(UTC):%Y%m%dT%H%M%SZ}.partial"
         self.path.touch(exist_ok=False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self.abandon(error, worth_keeping=bool(self.records))
 
     def add(self, new: Sequence[Record]) -> None:
         self.records += new

@@ -101,7 +101,7 @@ class _Sweep:
 
     def run(self, chosen: Sequence[Setup], total_s: float) -> Path:
         start, failures = time.monotonic(), []
-        try:
+        with self.journal:
             self.log = self._probe() if self.on_gpus else {}
             for setup in chosen:
                 if time.monotonic() - start > total_s:
@@ -111,9 +111,6 @@ class _Sweep:
             if not self.journal.records:
                 raise CheckFailed(f"nothing could be measured: {'; '.join(failures)}")
             path = self.journal.finish()
-        except BaseException as error:
-            self.journal.abandon(error, worth_keeping=bool(self.journal.records))
-            raise
         if failures:
             raise CheckFailed(f"{'; '.join(failures)} (the rest is in {path})")
         return path

@@ -37,15 +37,11 @@ def run(
     device = timing.require_gpu()
     shared = dict(seed=1, argv=command_line(), git=git_state(), env=environment(device))
     shared["kernel_sha256"] = kernel_hash(sparse_mla)
-    journal = Journal(EXPERIMENT, shared["env"].gpu, directory)
-    try:
+    with Journal(EXPERIMENT, shared["env"].gpu, directory) as journal:
         for batch in batches:
             torch.compiler.reset()  # each batch size has code of its own, as a bucket of a server has
             journal.add(_measure(batch, device, budget_s, mode, shared))
         return journal.finish()
-    except BaseException as error:
-        journal.abandon(error, worth_keeping=bool(journal.records))
-        raise
 
 
 def _measure(batch: int, device: torch.device, budget_s: float, mode: str, shared: dict) -> list[Record]:

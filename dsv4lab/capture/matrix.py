@@ -57,10 +57,9 @@ def run(
             raise ValueError(f"{name} must be at least 1, got {number}")
     device, chosen = timing.require_gpu(), _chosen(impls)
     shared = dict(seed=0, argv=command_line(), git=git_state(), env=environment(device))
-    journal = Journal(EXPERIMENT, shared["env"].gpu, directory)
     record = partial(_record, shared=shared, sha256=kernel_hash(sparse_mla))
     todo = sorted((cell for name in chosen for cell in cells(name)), key=partial(_wave, first=chosen[0]))
-    try:
+    with Journal(EXPERIMENT, shared["env"].gpu, directory) as journal:
         method = "forkserver" if _forks(todo[0]) else "spawn"
         found = outcomes(todo, attempt, jobs or min(os.cpu_count() or 1, JOBS), timeout_s, method)
         for cell, outcome in tqdm(found, desc=EXPERIMENT, unit="cell", total=len(todo), disable=None):
@@ -68,9 +67,6 @@ def run(
         right = sum(record.check["passed"] for record in journal.records)
         print(f"{right} of {len(todo)} cells captured and replayed right", file=sys.stderr)
         return journal.finish()
-    except BaseException as error:
-        journal.abandon(error, worth_keeping=bool(journal.records))
-        raise
 
 
 def _chosen(attention: Sequence[str] | None) -> list[str]:

@@ -173,9 +173,8 @@ def indexer(impl: str) -> Callable:
             return mqa_logits.torch_logits(*arguments, dtype=TORCH_LOGITS[impl])
         given = q, kv_cache, weights, context_lens, block_table
         out = mqa_logits.empty(q.shape[0] * q.shape[1], max_context_len, q.device)
-        call = lambda: mqa_logits.fp8_paged_mqa_logits(  # noqa: E731
-            *given, schedule_meta, max_context_len, clean_logits, out=out
-        )
+        arguments = *given, schedule_meta, max_context_len, clean_logits
+        call = functools.partial(mqa_logits.fp8_paged_mqa_logits, *arguments, out=out)
         replay(call, ("indexer", max_context_len, clean_logits), (*given, out))
         return out
 
@@ -196,7 +195,7 @@ def topk_transform(
     if workspace is None:
         workspace = torch.zeros(shape, dtype=torch.int32, device=device)
     given = scores, seq_lens, page_tables, out_page_indices
-    call = lambda: topk.topk_transform(*given, page_size, out_raw_indices, workspace=workspace)  # noqa: E731
+    call = functools.partial(topk.topk_transform, *given, page_size, out_raw_indices, workspace=workspace)
     replay(call, ("topk", page_size), (*given, out_raw_indices, workspace))
 
 
@@ -238,7 +237,8 @@ def mhc_pre(impl: str, sinkhorn: Callable[[], Callable]) -> Callable:
                 numbers |= dict(norm_weight=norm.weight.detach(), norm_eps=norm.variance_epsilon)
             out, workspace = kernel.empty(x.shape[0], x.shape[2], x.device)
             given = x, weight, hc_scale.detach(), hc_base.detach()
-            call = lambda: kernel.hc_pre(*given, **numbers, weights_ready=ready, out=out, workspace=workspace)  # noqa: E731
+            buffers = dict(out=out, workspace=workspace)
+            call = functools.partial(kernel.hc_pre, *given, **numbers, weights_ready=ready, **buffers)
             key = "mhc", ready, layer.rms_norm_eps, layer.hc_eps, numbers.get("norm_eps"), layer.hc_sinkhorn_iters
             replay(call, key, (*given, numbers.get("norm_weight"), *out, workspace))
             return *out, norm is not None

@@ -246,14 +246,10 @@ def run(
     """
     identity = identify(url)
     check_identity(identity, plan.expect)
-    journal = Journal(experiment(identity.info.get("tp_size", 1)), _provenance()[0].gpu, directory)
-    try:
+    with Journal(experiment(identity.info.get("tp_size", 1)), _provenance()[0].gpu, directory) as journal:
         for each in measure(url, plan, identity.log, say):
             journal.add([record(each, plan, identity, stage or identity.stage or "unnamed")])
         return journal.finish(), all(line.check["passed"] for line in journal.records)
-    except BaseException as error:
-        journal.abandon(error, worth_keeping=bool(journal.records))
-        raise
 
 
 def record(measured: Measured, plan: Plan, identity: Identity, stage: str) -> Record:

@@ -103,10 +103,8 @@ def run(
             shared = dict(experiment=target.experiment, argv=command_line(), git=git_state(), env=env)
             sweep = Sweep(device, limits["shared"], shared, compiler, deadline, SEED)
             try:
-                left = sweep.run(points, journal, say)
-            except BaseException as error:
-                journal.abandon(error, worth_keeping=bool(journal.records))
-                raise
+                with journal:
+                    left = sweep.run(points, journal, say)
             finally:
                 compiler.close()
             outcomes[name] = _finish(target, root, tp, journal, left)
