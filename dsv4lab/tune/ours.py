@@ -49,7 +49,7 @@ def attention_points(tp: int, *, arch: str, **_: Any) -> list[Point]:
         **vars(module), rotated_bytes=lambda case: module.work(case).bytes - case.B * queries_and_output
     )
     cases = [module.Case(f"b{B}_h{heads}", B, heads) for B in BATCHES]
-    impl = "gluon" if arch in import_module("dsv4lab.kernels.sparse_mla.plans").GLUON else "split_k"
+    impl = "gluon" if arch in module.GLUON else "split_k"
     return [_point("sparse_mla", impl, with_bytes, case, finalists=4, also="split_k") for case in cases]
 
 
