@@ -70,15 +70,16 @@ def score_key(x):
 @triton.jit
 def _store_level(maxima, keys, first, n, N: tl.constexpr, GROUP: tl.constexpr):
     at = first // GROUP + tl.arange(0, N)
-    tl.store(maxima + at, keys, mask=at * GROUP < n)
+    apart = at ^ (n >> 31)  # hides from the compiler that they lie side by side: it stores them as threads hold them
+    tl.store(maxima + apart, keys, mask=at * GROUP < n)
 
 
 @triton.jit
 def store_maxima(maxima, x, first, n, units, N: tl.constexpr):
-    """Maxima over 4, 16, 64 and, if N is a multiple, 256 of the scores x [N] at first..first + N - 1, of a row of n.
+    """Maxima over 4, 16 and 64 of the scores x [N] at first..first + N - 1, of a row of n.
 
     maxima: int32, the row's; units: 256-score units it has room for. What is past the row's end must be NaN. first and
-    N are multiples of 64, or of 256.
+    N are multiples of 64.
     """
     m4 = score_key(tl.max(tl.reshape(x, (N // 4, 4)), 1))
     m16 = tl.max(tl.reshape(m4, (N // 16, 4)), 1)
@@ -86,5 +87,3 @@ def store_maxima(maxima, x, first, n, units, N: tl.constexpr):
     _store_level(maxima, m4, first, n, N // 4, 4)
     _store_level(maxima + units * 64, m16, first, n, N // 16, 16)
     _store_level(maxima + units * 80, m64, first, n, N // 64, 64)
-    if N % 256 == 0:
-        _store_level(maxima + units * 84, tl.max(tl.reshape(m64, (N // 256, 4)), 1), first, n, N // 256, 256)

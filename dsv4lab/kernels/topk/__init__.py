@@ -74,6 +74,7 @@ def launches(
     next_n = rows // call.page_tables.shape[0]
     length, aligned = list_length(call.k), scores.stride(0) % 4 == 0 and scores.data_ptr() % 16 == 0
     programs = 1 if maxima_ready else max(c.programs_per_sm * sms // rows, 1)
+    warps = min(c.num_warps * length // 1024, 16)
     arguments = dict(
         scores=scores, stride=scores.stride(0) // (4 if aligned else 1),
         maxima=workspace, maxima_stride=workspace.stride(0) // 4, units=-(-width // 256),
@@ -83,7 +84,7 @@ def launches(
         table=call.page_tables, table_stride=call.page_tables.stride(0), out=out, out_stride=out.stride(0),
         raw=out if raw is None else raw, raw_stride=0 if raw is None else raw.stride(0), k=call.k,
         LIST=length, BLOCK=c.block, STAGES=c.num_stages, READY=maxima_ready, PAGE=call.page_size, RAW=raw is not None,
-        ALIGNED=aligned, num_warps=min(c.num_warps * length // 1024, 16),
+        ALIGNED=aligned, THREADS=32 * warps, num_warps=warps,
     )  # fmt: skip
     return [(topk_kernel, (rows, programs), arguments)]
 

@@ -55,12 +55,15 @@ def _finished_last(arrivals):
 
 
 @triton.jit
-def _kept(groups, kept, LIST: tl.constexpr):
-    """(ids, which exist) [LIST, 1] of the first `kept` groups of a list; kept < 0: of all groups, there is none."""
-    p = tl.arange(0, LIST)[:, None]
+def _kept(groups, kept, LIST: tl.constexpr, THREADS: tl.constexpr):
+    """(ids, which exist) [LIST, 1] of the first `kept` groups of a list; kept < 0: of all groups, there is none.
+
+    A thread holds neighbours of the list, not every 256th group: a prefix sum then crosses from thread to thread once.
+    """
+    i = tl.arange(0, LIST)[:, None]
+    p = i % THREADS * (LIST // THREADS) + i // THREADS
     some = (kept < 0) | (p < kept)
-    at = p ^ (kept >> 31)  # hides from the compiler that they lie side by side: it loads one a thread, as children lie
-    return tl.where(kept < 0, p, tl.load(groups + at, mask=(kept >= 0) & some, other=0)), some
+    return tl.where(kept < 0, p, tl.load(groups + p, mask=(kept >= 0) & some, other=0)), some
 
 
 @triton.jit
@@ -86,38 +89,45 @@ def _narrow(keys, low, high, lo, hi, reached, above, k):
 
 
 @triton.jit
-def _threshold(keys, lo, hi, k, most, TAIL: tl.constexpr):
+def _between(lo, hi, share):
+    """The key of the score at this share of the way between the scores of two keys."""
+    start = flip(lo).to(tl.float32, bitcast=True)
+    end = flip(hi).to(tl.float32, bitcast=True)
+    return flip((start + (end - start) * share).to(tl.int32, bitcast=True))
+
+
+@triton.jit
+def _threshold(keys, lo, hi, reached, k, most, TAIL: tl.constexpr):
     """(lo, sure, reached): keys from `sure` on are kept, then the first that equal lo, up to `most` in all.
 
-    reached: how many keys reach `sure`, `most` or fewer. At least k keys reach the lo given, none is above the hi
-    given. Up to six times two keys are tried a little to either side of where the k-th largest score would lie if they
-    were spread evenly, or with TAIL there and where it would if their number fell by halves, as it does far out; then
-    at thirds of the keys between, which takes 21 times at most.
+    reached: how many keys reach the lo given, k or more: more or less, or less than 0 for unknown; returned, how many
+    reach `sure`, `most` or fewer. No key is above the hi given. With TAIL two keys are tried first a tenth to either
+    side of where the k-th largest score would lie if their number fell by halves, as it does far out; then up to six
+    times a little to either side of where it would if they were spread evenly; then at thirds of the keys between,
+    which takes 21 times at most.
     """
-    both = tl.sum((keys >= lo).to(tl.int32) + ((keys > lo).to(tl.int32) << 16))
-    reached = both & 0xFFFF
-    tied = (both >> 16) < k
-    above = tl.where(tied, both >> 16, 0)  # keys above hi
-    hi = tl.where(tied, lo, hi)
+    above = 0  # keys above hi
+    if reached < 0:
+        both = tl.sum((keys >= lo).to(tl.int32) + ((keys > lo).to(tl.int32) << 16))
+        reached = both & 0xFFFF
+        if (both >> 16) < k:  # the k-th largest is lo
+            above = both >> 16
+            hi = lo
     goal = 0.5 * (k + most)
+    if TAIL:
+        if lo < hi:
+            many = reached.to(tl.float32)
+            whole = tl.log2(many) + 1.0
+            first = tl.log2(many / (goal + 0.1 * many)) / whole
+            second = tl.log2(many / tl.maximum(goal - 0.1 * many, 0.5)) / whole
+            low, high = _between(lo, hi, first), _between(lo, hi, second)
+            lo, hi, reached, above = _narrow(keys, low, high, lo, hi, reached, above, k)
     step = 0
     while (step < 6) & (lo < hi) & (reached > most):
-        many = reached.to(tl.float32)
-        one = 1.0 / (many - above)
-        share = (many - goal) * one
-        if TAIL:
-            least = tl.maximum(above.to(tl.float32), 0.5)
-            halving = (tl.log2(many) - tl.log2(goal)) / (tl.log2(many) - tl.log2(least))
-            first = tl.minimum(share, halving) - 0.5 * one
-            second = tl.maximum(share, halving) + 0.5 * one
-        else:
-            margin = tl.maximum(0.5 * one, 0.03125)
-            first = share - margin
-            second = share + margin
-        start = flip(lo).to(tl.float32, bitcast=True)
-        width = flip(hi).to(tl.float32, bitcast=True) - start
-        low = flip((start + width * first).to(tl.int32, bitcast=True))
-        high = flip((start + width * second).to(tl.int32, bitcast=True))
+        one = 1.0 / (reached - above).to(tl.float32)
+        share = (reached.to(tl.float32) - goal) * one
+        margin = tl.maximum(0.5 * one, 0.03125)
+        low, high = _between(lo, hi, share - margin), _between(lo, hi, share + margin)
         lo, hi, reached, above = _narrow(keys, low, high, lo, hi, reached, above, k)
         step += 1
     while (lo < hi) & (reached > most):
@@ -128,29 +138,62 @@ def _threshold(keys, lo, hi, k, most, TAIL: tl.constexpr):
 
 
 @triton.jit
-def _before(chosen):
-    """How many of [LIST, 4] lie before each, in order."""
-    one = chosen.to(tl.int32)
-    groups = tl.sum(one, 1)
-    return (tl.cumsum(groups, 0) - groups)[:, None] + tl.cumsum(one, 1) - one
+def _before(one, THREADS: tl.constexpr):
+    """How many ones of [LIST, 4] lie before each, in the order of `_kept`."""
+    LIST: tl.constexpr = one.shape[0]
+    groups = tl.reshape(tl.sum(one, 1), (LIST // THREADS, THREADS))
+    threads = tl.sum(groups, 0)
+    first = (tl.cumsum(threads, 0) - threads)[None, :] + tl.cumsum(groups, 0) - groups
+    return tl.reshape(first, (LIST,))[:, None] + tl.cumsum(one, 1) - one
 
 
 @triton.jit
-def _take(keys, ids, live, lo, sure, reached, most):
+def _take(keys, ids, live, lo, sure, reached, most, THREADS: tl.constexpr):
     """(chosen, place): what `_threshold` keeps, in order. `LOWEST` may be a NaN or no score at all."""
-    cut = 0
+    one = (keys >= sure).to(tl.int32)
     if sure > lo:
-        tied = live & (keys == lo)
-        cut = tl.max(tl.where(tied & (_before(tied) < most - reached), ids + 1, 0))
-    chosen = (keys >= sure) | ((keys == lo) & (ids < cut))
-    return chosen, _before(chosen)
+        tied = (live & (keys == lo)).to(tl.int32)
+        one += tl.where(_before(tied, THREADS) < most - reached, tied, 0)
+    return one > 0, _before(one, THREADS)
 
 
 @triton.jit
-def _keep(groups, keys, ids, live, lo, hi, k, LIST: tl.constexpr):
+def _two_sums_and_max(a, b, c, d, e, f):
+    return a + d, b + e, tl.maximum(c, f)
+
+
+@triton.jit
+def _first_threshold(keys, live, count, k):
+    """(lo, hi, reached): a key that `reached` keys reach, k or more, hardly more for most rows, and the largest key.
+
+    Tried are the mean score of the larger of two neighbours and that of the largest of four, which about a quarter and
+    a seventh of the groups reach. Failing both, lo is the smallest key and reached more than any list holds.
+    """
+    GROUPS: tl.constexpr = keys.shape[0]
+    of_two = tl.max(tl.reshape(flip(keys).to(tl.float32, bitcast=True), (GROUPS, 2, 2)), 2)
+    of_four = tl.max(of_two, 1)
+    of_two = tl.sum(tl.where(of_two == of_two, of_two, of_four[:, None]), 1)
+    some = of_four == of_four  # the key of a NaN is a NaN
+    of_group = (tl.where(some, of_two, 0.0), tl.where(some, of_four, 0.0), tl.max(keys, 1))
+    sum_two, sum_four, hi = tl.reduce(of_group, 0, _two_sums_and_max)
+    many = (count + 3) // 4
+    low, high = score_key(sum_two / (2 * many)), score_key(sum_four / many)
+    both = tl.sum((keys >= low).to(tl.int32) + ((keys >= high).to(tl.int32) << 16))
+    lo = tl.where((both >> 16) >= k, high, low)
+    reached = tl.where((both >> 16) >= k, both >> 16, both & 0xFFFF)
+    if reached < k:
+        lo = tl.min(tl.where(live, keys, 0x7FFFFFFF))
+        reached = 4 * GROUPS
+    return lo, hi, reached
+
+
+@triton.jit
+def _keep(groups, keys, ids, live, lo, hi, reached, k, LIST: tl.constexpr, THREADS: tl.constexpr):
     """Writes the list of groups kept, between k and LIST of them; (how many, what their keys reach)."""
-    lo, sure, reached = _threshold(keys, lo, hi, k, LIST, False)
-    chosen, place = _take(keys, ids, live, lo, sure, reached, LIST)
+    sure = lo
+    if reached > LIST:
+        lo, sure, reached = _threshold(keys, lo, hi, -1, k, LIST, False)
+    chosen, place = _take(keys, ids, live, lo, sure, reached, LIST, THREADS)
     tl.store(groups + place, ids, mask=chosen)
     tl.debug_barrier()  # the next level reads what other threads have written
     return tl.where(sure > lo, LIST, reached), lo
@@ -189,10 +232,10 @@ def _write_all(out, raw, n, k, pages, K: tl.constexpr, PAGE: tl.constexpr, RAW: 
 
 @triton.jit
 def _select_k(
-    x, parent, some, n, lo, hi, k, pages, out, raw, PAGE: tl.constexpr, RAW: tl.constexpr, ALIGNED: tl.constexpr,
-    TAIL: tl.constexpr,
+    x, parent, some, n, lo, hi, reached, k, pages, out, raw,
+    TAIL: tl.constexpr, PAGE: tl.constexpr, RAW: tl.constexpr, ALIGNED: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
-    """Writes the k largest of the scores in groups of 4. lo, hi: as for `_threshold`, or with lo > hi unknown."""
+    """Writes the k largest of the scores in groups of 4. lo, hi, reached: as for `_threshold`; lo > hi: unknown."""
     ids, live = _children(parent, some, n)
     scores = tl.load(x + ids, mask=some & _whole(ids, n, ALIGNED), other=0.0)
     page = _pages_of(pages, parent, some & (parent * 4 < n), ids, live, PAGE)  # asked for now, needed after the search
@@ -200,8 +243,8 @@ def _select_k(
     if lo > hi:
         lo = tl.min(tl.where(live, keys, 0x7FFFFFFF))
         hi = tl.max(keys)
-    lo, sure, reached = _threshold(keys, lo, hi, k, k, TAIL)
-    chosen, place = _take(keys, ids, live, lo, sure, reached, k)
+    lo, sure, reached = _threshold(keys, lo, hi, reached, k, k, TAIL)
+    chosen, place = _take(keys, ids, live, lo, sure, reached, k, THREADS)
     tl.store(out + place, page * PAGE + ids % PAGE, mask=chosen)
     if RAW:
         tl.store(raw + place, ids, mask=chosen)
@@ -219,7 +262,7 @@ def topk_kernel(
     lengths, length_stride_b, length_stride_n, length_step, next_n, limit, table, table_stride,
     out, out_stride, raw, raw_stride, k,
     LIST: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, READY: tl.constexpr,
-    PAGE: tl.constexpr, RAW: tl.constexpr, ALIGNED: tl.constexpr,
+    PAGE: tl.constexpr, RAW: tl.constexpr, ALIGNED: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows, programs): the positions of a row's k largest scores, in ascending order, through its page table.
 
@@ -239,8 +282,8 @@ def topk_kernel(
             if n <= k:
                 _write_all(out, raw, n, k, pages, LIST, PAGE, RAW)
             else:
-                group, some = _kept(table, -1, LIST // 2)
-                _select_k(x, group, some, n, 1, 0, k, pages, out, raw, PAGE, RAW, ALIGNED, False)
+                group, some = _kept(table, -1, LIST // 2, THREADS)
+                _select_k(x, group, some, n, 1, 0, -1, k, pages, out, raw, False, PAGE, RAW, ALIGNED, THREADS)
         return
 
     levels = tl.multiple_of(maxima + row.to(tl.int64) * (maxima_stride * 4), 16)
@@ -252,21 +295,25 @@ def topk_kernel(
         _store_all_maxima(x, levels, n, units, BLOCK, STAGES, ALIGNED)
         if not _finished_last(levels + arrivals):
             return
-    elif n > 64 * TILE:
+    if n > 64 * TILE:
         _coarsest(levels, n, units, LIST)
     kept = -1
     lo, hi = 1, 0
     level = (n > TILE).to(tl.int32) + (n > 4 * TILE).to(tl.int32) + (n > 16 * TILE).to(tl.int32)
     level += (n > 64 * TILE).to(tl.int32)
     while level > 0:  # of groups of 4 ** level scores
-        parent, some = _kept(groups, kept, LIST)
-        ids, live = _children(parent, some, (n + (1 << (2 * level)) - 1) >> (2 * level))
+        parent, some = _kept(groups, kept, LIST, THREADS)
+        count = (n + (1 << (2 * level)) - 1) >> (2 * level)
+        ids, live = _children(parent, some, count)
         offset = (256 - (1024 >> (2 * level))) // 3 * units  # 0, 64, 80, 84
-        keys = tl.load(tl.multiple_of(levels + offset, 16) + ids, mask=live, other=LOWEST)
+        keys = tl.load(tl.multiple_of(levels + offset, 16) + ids, mask=some & (parent * 4 < count), other=LOWEST)
+        keys = tl.where(live, keys, LOWEST)
         if kept < 0:
-            lo = tl.min(tl.where(live, keys, 0x7FFFFFFF))
-            hi = tl.max(keys)
-        kept, lo = _keep(groups, keys, ids, live, lo, hi, k, LIST)
+            lo, hi, reached = _first_threshold(keys, live, count, k)
+        else:
+            reached = tl.sum((keys >= lo).to(tl.int32))
+        kept, lo = _keep(groups, keys, ids, live, lo, hi, reached, k, LIST, THREADS)
         level -= 1
-    group, some = _kept(groups, kept, LIST)
-    _select_k(x, group, some, n, lo, hi, k, pages, out, raw, PAGE, RAW, ALIGNED, True)
+    group, some = _kept(groups, kept, LIST, THREADS)
+    likely = tl.where((kept < 0) | (kept == LIST), -1, kept + kept // 32 + 1)  # a full list may hold tied groups
+    _select_k(x, group, some, n, lo, hi, likely, k, pages, out, raw, True, PAGE, RAW, ALIGNED, THREADS)
