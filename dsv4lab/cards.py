@@ -6,12 +6,13 @@ for the same calls. A time is predicted by the roofline: as far above the floor 
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pandas as pd
 
-from dsv4lab import records, roofline, static
+from dsv4lab import records, roofline
 from dsv4lab.hardware import lookup
 from dsv4lab.kernels import hc_pre, mqa_logits, norm_rope, skinny_gemm, sparse_mla, topk
 from dsv4lab.records import Record
@@ -84,6 +85,20 @@ def _shipped(stem: str) -> tuple[ModuleType, str, Callable[[str, Mapping[str, An
     return SHIPPED[stem]
 
 
+def path(stem: str) -> Path:
+    """The newest cards of a module; ValueError if it has none. Cards are never rewritten; the first had no date."""
+    folder = records.root() / "static"
+    found = [*folder.glob(f"{stem}.json"), *folder.glob(f"{stem}_[0-9]*Z.json")]
+    if not found:
+        raise ValueError(f"stem {stem!r} has no cards in records/static: python -m dsv4lab.static {stem} makes them")
+    return max(found, key=lambda each: each.stem)
+
+
+def read(stem: str) -> dict[str, dict[str, dict[str, dict[str, float]]]]:
+    """The newest cards of a module as `dsv4lab.static` made them: {architecture: {entry: {kernel: card}}}."""
+    return json.loads(path(stem).read_text(encoding="utf-8"))["cards"]
+
+
 def compared(stem: str) -> pd.DataFrame:
     """The newest cards of a module: a row a use and kernel, columns (property, architecture).
 
@@ -92,7 +107,7 @@ def compared(stem: str) -> pd.DataFrame:
     16-byte loads among the global ones). ValueError for a stem that has no cards.
     """
     _shipped(stem)
-    cards = json.loads(static.path(stem).read_text(encoding="utf-8"))["cards"]
+    cards = read(stem)
     rows = {arch: dict(_rows(cards[arch], arch)) for arch in GPUS}
     tables = {arch: pd.DataFrame.from_dict(found, orient="index") for arch, found in rows.items()}
     table = pd.concat(tables, axis=1).swaplevel(axis=1)

@@ -142,15 +142,6 @@ def _card(arch: str, kernel, grid: tuple[int, ...], arguments: dict) -> tuple[st
     return kernel.__name__, found | per_key(kernel.__name__, arguments, found)
 
 
-def path(stem: str) -> Path:
-    """The newest cards of a module; ValueError if it has none. Cards are never rewritten; the first had no date."""
-    folder = records.root() / "static"
-    found = [*folder.glob(f"{stem}.json"), *folder.glob(f"{stem}_[0-9]*Z.json")]
-    if not found:
-        raise ValueError(f"stem {stem!r} has no cards in records/static: python -m dsv4lab.static {stem} makes them")
-    return max(found, key=lambda each: each.stem)
-
-
 def main() -> None:
     os.environ[tuned.VARIABLE] = ""  # cards are of the shipped configs
     (stem,) = sys.argv[1:] or sys.exit("usage: python -m dsv4lab.static STEM")

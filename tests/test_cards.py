@@ -5,7 +5,7 @@ import json
 import pandas as pd
 import pytest
 
-from dsv4lab import cards, cli, records, roofline, static
+from dsv4lab import cards, cli, records, roofline
 from dsv4lab.hardware import lookup
 
 H200, RTX = lookup("H200"), lookup("RTX PRO 6000 Blackwell")
@@ -34,13 +34,13 @@ def changed(tmp_path, monkeypatch):
     """Where attention is worse with some values of its card for many rows replaced."""
 
     def change(**of_sm_120) -> pd.DataFrame:
-        content = json.loads(static.path("sparse_mla").read_text(encoding="utf-8"))
+        content = {"cards": cards.read("sparse_mla")}
         entries = content["cards"]["sm_120"]
         entry = next(name for name in entries if name.startswith("H any, rows any"))
         entries[entry]["split_k_kernel"] |= of_sm_120
         path = tmp_path / "sparse_mla.json"
         path.write_text(json.dumps(content), encoding="utf-8")
-        monkeypatch.setattr(static, "path", lambda stem: path)
+        monkeypatch.setattr(cards, "path", lambda stem: path)
         table = cards.worse("sparse_mla")
         return table[(table["used for"] == "H any, rows any") & (table["kernel"] == "split_k_kernel")].set_index(
             "property"
@@ -112,3 +112,14 @@ def test_the_command_prints_the_tables_and_refuses_other_stems(capsys):
     with pytest.raises(SystemExit) as caught:
         cli.main(["cards", "nope"])
     assert caught.value.code == 2 and "stem must be one of sparse_mla" in capsys.readouterr().err
+
+
+def test_the_newest_cards_count_and_older_ones_stay(tmp_path, monkeypatch):
+    monkeypatch.setattr(cards.records, "root", lambda: tmp_path)
+    folder = tmp_path / "static"
+    folder.mkdir()
+    with pytest.raises(ValueError, match="stem 'topk' has no cards in records/static"):
+        cards.path("topk")
+    for name in ("topk", "topk_20261129T185700Z", "topk_20261130T000000Z", "topk_more_20271130T000000Z"):
+        (folder / f"{name}.json").touch()
+    assert cards.path("topk").name == "topk_20261130T000000Z.json"
