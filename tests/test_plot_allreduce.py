@@ -6,6 +6,7 @@ import pytest
 from dsv4lab import comm, records
 from dsv4lab.plot import allreduce as frames
 from dsv4lab.plot import figures, serving
+from dsv4lab.plot.palette import look
 
 
 def test_reported_times_have_the_model_beside_them():
@@ -33,7 +34,15 @@ def test_measured_times_know_their_link_and_their_bus_bandwidth():
     assert table["model_us"].notna().tolist() == [True, False]  # of four channels the model knows nothing
     panels = frames.lines(table)
     assert {name: len(lines) for name, lines in panels.items()} == {"nvlink4, 2 GPUs": 2, "pcie5_nominal, 2 GPUs": 1}
-    assert len(figures.lines_against(panels, "message (KiB)", "µs").axes) == 2
+    assert len(figures.lines_against(panels, "message", "µs").axes) == 2
+
+
+def test_the_axis_names_messages_in_powers_of_two():
+    assert list(frames.SIZES.values()) == ["4 KiB", "64 KiB", "1 MiB", "16 MiB", "64 MiB"]
+    panel = {"n": [(look("nccl"), pd.Series({4 << n: 10.0 + n for n in range(11)}))]}
+    axes = figures.lines_against(panel, "message", "µs", ticks=frames.SIZES).axes[0]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["4 KiB", "64 KiB", "1 MiB"]  # up to 4 MiB
+    assert axes.get_xticks().tolist() == [4, 64, 1024] and not axes.xaxis.get_minorticklocs().size
 
 
 def test_measured_sizes_are_set_against_the_model_and_against_nccl():

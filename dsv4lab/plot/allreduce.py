@@ -8,6 +8,8 @@ from dsv4lab import comm
 from dsv4lab.plot.palette import Look, in_order, look
 
 KIB = 1024
+SIZES = {kib: f"{kib} KiB" if kib < KIB else f"{kib // KIB} MiB" for kib in (4, 64, KIB, 16 * KIB, 64 * KIB)}
+"""Messages (KiB) that the axis of a figure names, and how."""
 
 
 def reported_times(rows: pd.DataFrame) -> pd.DataFrame:
