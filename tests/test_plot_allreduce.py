@@ -92,6 +92,22 @@ def test_a_share_of_a_step_becomes_the_time_of_one_all_reduce():
     assert part.loc["flat", 64] == pytest.approx(8.75)  # 87 all-reduces and half of one for the logits
 
 
+def test_loopback_is_the_middle_run_and_its_source_says_how_far_apart_they_are():
+    sizes = pd.Series([4096, 65536, 1 << 20])
+    runs = [
+        pd.DataFrame({"file": f"run{n}.jsonl", "impl": "gloo", "ranks": 2, "message_bytes": sizes}).assign(
+            median_us=n * (400.0 + 1e-3 * sizes), p10_us=200.0 + 1e-3 * sizes, p90_us=5000.0
+        )
+        for n in (1, 2, 3)
+    ]
+    other = runs[0].assign(ranks=4, median_us=1e6)
+    link = frames.loopback(pd.concat([*runs, other]))
+    assert link.one_shot_s == pytest.approx(800e-6) and link.ring_bytes_per_s == pytest.approx(0.5e9)
+    assert "run1, run2, run3; 400 to 1200 µs and 0.33 to 1 GB/s by run, 200 to 5000 µs" in link.source
+    table = frames.links(link)
+    assert list(table.index) == [*comm.LINKS, "loopback"] and table.loc["loopback", "ring (GB/s)"] == pytest.approx(0.5)
+
+
 def test_tables_of_a_step_and_of_links():
     table = frames.sent([1, 64], 8)
     assert table.loc["experts"].to_dict() == {"calls": 43, "KiB each, B = 1": 8.0, "KiB each, B = 64": 512.0}
