@@ -213,7 +213,8 @@ def sparse_mla_decode(
     attn_sink: fp32 [H], in nats. softmax_scale: default 512**-0.5.
     out: bf16 [B, s_q, H, 512], may be a strided slice. lse: fp32 [B, H, s_q], natural log, dense.
     workspace: fp32, at least `plan(...).workspace_numel` elements. Nothing is allocated if all three are given.
-    config: overrides the table's choice. check_values: check lengths and indices first, which waits for the device.
+    config: overrides the table's choice. check_values: check lengths, indices and what they
+      select first, which waits for the device.
 
     Returns (out, lse). Raises ValueError naming the argument and what it was, and ColdKernel if the stream is capturing
     and this variant was never run before. No host sync unless check_values is set.
