@@ -38,7 +38,7 @@ _EFFICIENCY = {
 
 @dataclass(frozen=True)
 class Link:
-    """What joins the GPUs of a machine; rates are bytes/s out of each GPU.
+    """What joins the GPUs of a machine, or the processes on its CPU (loopback); rates are bytes/s out of each.
 
     ring_bytes_per_s: when each sends to one neighbour (bus bandwidth of a long ring). dense_bytes_per_s: when each
     sends to all others. one_shot_s: what a one-shot kernel takes for a few bytes: all its waiting.
@@ -46,7 +46,7 @@ class Link:
     """
 
     name: str
-    kind: Literal["pcie", "nvlink"]
+    kind: Literal["pcie", "nvlink", "loopback"]
     ring_bytes_per_s: float
     dense_bytes_per_s: float
     one_shot_s: float
@@ -166,7 +166,8 @@ def cost(link: Link, ranks: int, algorithm: str = "ring", protocol: str = "Simpl
 
     NCCL's ring and tree (within a machine a chain, so as many hops) take 2 (ranks - 1) hops, each GPU sending
     2 (ranks - 1) / ranks of the message (tree: 2). A one-shot kernel reads the whole message of every peer; a
-    two-shot one reads a slice of each, waits again, and reads the sums. `protocol` is NCCL's, and ignored by them.
+    two-shot one reads a slice of each, waits again, and reads the sums. `protocol` is NCCL's, and ignored by them. Over
+    loopback there is gloo's ring alone, of which two hops take `one_shot_s`.
 
     ValueError for fewer than 2 ranks or a name that is not in `ALGORITHMS` or `PROTOCOLS`.
     """
@@ -179,6 +180,8 @@ def cost(link: Link, ranks: int, algorithm: str = "ring", protocol: str = "Simpl
         return Cost(link.one_shot_s, peers / dense)
     if algorithm == "two_shot":
         return Cost(2 * link.one_shot_s, 2 * peers / ranks / dense)
+    if link.kind == "loopback":
+        return Cost(peers * link.one_shot_s, 2 * peers / ranks / link.ring_bytes_per_s)
     latency_us = _BASE_US[algorithm][protocol] + 2 * peers * _HOP_US[link.kind, algorithm][protocol]
     rate = link.ring_bytes_per_s * _EFFICIENCY[algorithm][protocol]
     rate = min(rate, link.ll_bytes_per_s) if protocol == "LL" else rate
@@ -200,6 +203,16 @@ def fit(times_s: Mapping[int, float]) -> Cost:
         value = columns[:, kept].sum() / (columns[:, kept] ** 2).sum()
         latency, slope = (value, 0.0) if kept == 0 else (0.0, value)
     return Cost(float(latency), float(slope))
+
+
+def loopback(times_s: Mapping[int, float], source: str) -> Link:
+    """The link between two processes on one CPU that the line through their all-reduces (seconds by bytes) is.
+
+    ValueError as of `fit`.
+    """
+    line = fit(times_s)
+    rate = wire_bytes(1, 2) / line.s_per_byte if line.s_per_byte else inf
+    return Link("loopback", "loopback", rate, rate, line.latency_s, source)
 
 
 def step_s(all_reduce: Cost, batch: int, tp: int, model: DeepSeekV4Flash = DSV4_FLASH) -> float:

@@ -13,6 +13,12 @@ KIB, MIB = 1024, 1024**2
 SM120_SHARED_MEMORY = 99 * KIB
 """Bytes of shared memory a block may have on sm_120, sm_121 and sm_89: the limit every shipped config must keep."""
 
+REGISTERS_PER_SM = 64 * KIB
+RESERVED_PER_BLOCK = KIB
+"""Bytes of shared memory that the driver takes for each block beyond what the block asks for."""
+WARPS_PER_SM = {(8, 0): 64, (9, 0): 64}
+"""Warps that an SM holds at most; 48 on the other architectures here (CUDA programming guide, compute capabilities)."""
+
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 """The environment of processes that share GPUs of one machine without NVLink multicast."""
 ONE_MACHINE = {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
@@ -37,6 +43,17 @@ class GPU:
     fp8_flops: float | None
     source: str
     aliases: tuple[str, ...] = ()
+
+    @property
+    def warps_per_sm(self) -> int:
+        return WARPS_PER_SM.get(self.capability, 48)
+
+    def resident_blocks(self, warps: int, registers: int, shared_bytes: int) -> int:
+        """How many blocks of a kernel an SM holds at once, by warps, registers a thread, and bytes of shared memory."""
+        registers = warps * 32 * (-(-registers // 8) * 8)
+        shared = -(-shared_bytes // 128) * 128 + RESERVED_PER_BLOCK
+        room = self.shared_memory_per_block + RESERVED_PER_BLOCK
+        return min(self.warps_per_sm // warps, REGISTERS_PER_SM // registers, room // shared)
 
 
 GPUS = (

@@ -130,7 +130,7 @@ def request_bytes(tokens: int, model: DeepSeekV4Flash = DSV4_FLASH) -> dict[str,
     window_pages = pages - max(0, tokens - model.sliding_window) // page
     return {
         "c4 KV": pages * layers["c4"] * main_page_bytes(page // 4),
-        "index keys": pages * layers["c4"] * _INDEX.page_bytes(page // 4),
+        "index keys": pages * layers["c4"] * index_page_bytes(page // 4),
         "c128 KV": pages * layers["c128"] * main_page_bytes(page // 128),
         "window KV": window_pages * model.num_hidden_layers * main_page_bytes(page),
     }
@@ -241,12 +241,6 @@ def read_index(cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
     """What `quantise_index` made, as stored: FP8 [*slots.shape, 128] and scale fp32 [*slots.shape]."""
     data, footer, page, offset = _INDEX.locate(cache, slots)
     return data[page, offset].view(FP8), footer[page, offset].view(torch.float32).squeeze(-1)
-
-
-def dequantise_index(cache: Tensor, slots: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
-    """The values [*slots.shape, 128] of the index cache, exact in float64."""
-    values, scale = read_index(cache, slots)
-    return values.to(dtype) * scale.to(dtype)[..., None]
 
 
 def check_main(cache: Tensor, slots: Tensor) -> None:

@@ -13,9 +13,11 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -25,6 +27,14 @@ from dsv4lab import records, tuned
 from dsv4lab.files import write_atomically
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+_KEYS = {
+    "split_k_kernel": lambda a: (584, a["BLOCK_N"] * (1 + a["HAS_EXTRA"]), -(-a["H"] // a["BLOCK_H"])),
+    "logits_kernel": lambda a: (132, a["PAGE"], 1),
+}
+"""For a kernel that walks keys, by its arguments: bytes of a key in the cache, keys that pass when each of its MMA
+instructions has run once (it may have a loop for each of two caches), and blocks that read the same key."""
+_MMA = re.compile(r"[HQ]MMA\.(16)(8)(\d+)|[HQ]GMMA\.(64)x(\d+)x(\d+)")
 
 
 class NamedTarget:
@@ -65,28 +75,54 @@ def _tool(name: str, *flags: str) -> str:
 def card(compiled) -> dict[str, int]:
     """Bytes of shared memory a block, registers a thread, bytes spilled a thread, and instruction counts in the binary.
 
-    mma: mma.sync and wgmma instructions; load128: 16-byte global loads, cp.async included; load_narrow: those of
-    4 bytes or less; local: loads and stores of spilled values.
+    warps: of a block; mma: mma.sync and wgmma instructions; mma_m16n8k16: how many of that size a warp's share of them
+    comes to, a quarter of a wgmma's 64 rows being its own; load128, load64, load_narrow: global loads of 16, of 8, and
+    of 4 bytes or less, cp.async included; local: loads and stores of spilled values.
     """
     with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
         f.write(compiled.asm["cubin"])
         f.flush()
         usage = _tool("cuobjdump", "-res-usage", f.name)
         sass = _tool("nvdisasm", "-c", f.name)
-    names = re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\d+\s+)?([A-Z][A-Z0-9_.]+)", sass, re.M)
+    names = re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\d+\s+)?([A-Z][\w.]+)", sass, re.M)
     family = Counter(name.split(".")[0] for name in names)
     loads = [name for name in names if name.split(".")[0] in ("LDG", "LDGSTS")]
     wide = [name for name in loads if name.endswith(".128") or ".128." in name]
     middle = [name for name in loads if name.endswith(".64") or ".64." in name]
     return {
         "shared_bytes": compiled.metadata.shared,
+        "warps": compiled.metadata.num_warps,
         "registers": int(re.search(r"REG:(\d+)", usage)[1]),
         "spill_bytes": int(re.search(r"STACK:(\d+)", usage)[1]),
         "instructions": len(names),
         "mma": family["HMMA"] + family["HGMMA"] + family["QMMA"] + family["QGMMA"],
+        "mma_m16n8k16": sum(_m16n8k16(name) for name in names if "MMA" in name.split(".")[0]),
         "load128": len(wide),
+        "load64": len(middle),
         "load_narrow": len(loads) - len(wide) - len(middle),
         "local": family["LDL"] + family["STL"],
+    }
+
+
+def _m16n8k16(name: str) -> float:
+    found = _MMA.match(name)
+    if not found:
+        raise RuntimeError(f"an MMA instruction of unknown size: {name}")
+    rows, columns, depth = (int(size) for size in found.groups() if size)
+    return (rows if rows == 16 else rows / 4) * columns * depth / (16 * 8 * 16)
+
+
+def per_key(kernel: str, arguments: Mapping[str, Any], found: Mapping[str, int]) -> dict[str, float]:
+    """What a key costs all blocks that read it: bytes from the cache, and MMA instructions of m16n8k16.
+
+    Nothing for a kernel that walks no keys.
+    """
+    if kernel not in _KEYS:
+        return {}
+    key_bytes, keys, readers = _KEYS[kernel](arguments)
+    return {
+        "bytes_per_key": readers * key_bytes,
+        "mma_per_key": readers * found["mma_m16n8k16"] * found["warps"] / keys,
     }
 
 
@@ -95,20 +131,15 @@ def cards(stem: str) -> dict:
     module = import_module(f"dsv4lab.kernels.{stem}")
     return {
         arch: {
-            entry: {launch[0].__name__: card(compile_for(arch, *launch)) for launch in launches}
-            for entry, launches in module.static_launches(arch)
+            entry: dict(_card(arch, *launch) for launch in launches) for entry, launches in module.static_launches(arch)
         }
         for arch in module.TABLE
     }
 
 
-def path(stem: str) -> Path:
-    """The newest cards of a module; ValueError if it has none. Cards are never rewritten; the first had no date."""
-    folder = records.root() / "static"
-    found = [*folder.glob(f"{stem}.json"), *folder.glob(f"{stem}_[0-9]*Z.json")]
-    if not found:
-        raise ValueError(f"stem {stem!r} has no cards in records/static: python -m dsv4lab.static {stem} makes them")
-    return max(found, key=lambda each: each.stem)
+def _card(arch: str, kernel, grid: tuple[int, ...], arguments: dict) -> tuple[str, dict]:
+    found = card(compile_for(arch, kernel, grid, arguments))
+    return kernel.__name__, found | per_key(kernel.__name__, arguments, found)
 
 
 def main() -> None:

@@ -76,15 +76,6 @@ def test_claims_carry_their_limit_and_their_worst_case():
     assert [chapters.span(values), chapters.span(values.loc[[1]])] == ["0.660 to 1.69", "0.660"]
 
 
-@pytest.mark.parametrize(
-    ("registers", "shared", "warps", "blocks"),
-    [(255, 67_712, 4, 1), (255, 48_000, 4, 2), (212, 50_176, 4, 2), (212, 50_240, 4, 1), (64, 0, 8, 4)],
-)
-def test_blocks_an_sm_holds_by_registers_and_shared_memory(registers, shared, warps, blocks):
-    card = {"registers": registers, "shared_bytes": shared}
-    assert chapters.resident_blocks(card, warps, hardware.lookup("RTX PRO 6000 Blackwell")) == blocks
-
-
 def test_a_table_of_compiled_kernels_shows_the_first_of_each_entry():
     card = {"shared_bytes": 50_688, "registers": 128, "spill_bytes": 0, "mma": 8, "load128": 4, "load_narrow": 2}
     cards = {"H any, rows any: h16": {"split_k_kernel": card, "combine_kernel": card | {"registers": 1}}}

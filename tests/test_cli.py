@@ -52,7 +52,7 @@ def test_what_the_user_got_wrong_is_one_line_and_status_2(notebook, capsys, monk
     assert complaint in err
 
 
-@pytest.mark.parametrize("command", ["run", "measure", "tune", "profile", "doctor"])
+@pytest.mark.parametrize("command", ["run", "measure", "tune", "cards", "profile", "doctor"])
 def test_help_teaches_with_an_example(capsys, command):
     assert status(command, "--help") == 0
     assert f"Example: dsv4lab {command}" in capsys.readouterr().out

@@ -82,6 +82,16 @@ def test_a_fit_never_has_a_negative_part_and_needs_two_sizes():
         comm.fit({4096: 1e-6})
 
 
+def test_two_processes_on_a_cpu_are_a_link():
+    line = Cost(500e-6, 1e-9)
+    link = comm.loopback({nbytes: line.time_s(nbytes) for nbytes in (4096, 65536, 1 << 20)}, "here")
+    assert (link.one_shot_s, link.ring_bytes_per_s) == (pytest.approx(500e-6), pytest.approx(1e9))
+    two, four = cost(link, 2), cost(link, 4)
+    assert two.time_s(65536) == pytest.approx(line.time_s(65536))
+    assert four.latency_s == pytest.approx(3 * 500e-6) and four.s_per_byte == pytest.approx(1.5e-9)
+    assert comm.loopback({4096: 1e-3, 65536: 1e-3}, "flat").ring_bytes_per_s > 1e15
+
+
 def test_a_step_costs_the_sum_of_its_collectives():
     per_call = Cost(1e-6, 0.0)
     assert comm.step_s(per_call, 64, 8) == pytest.approx((87 + 0.5) * 1e-6)

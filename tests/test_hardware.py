@@ -88,3 +88,11 @@ def test_probe_without_a_gpu(monkeypatch, torch):
 def test_importing_the_kernels_touches_no_gpu():
     code = "import torch, dsv4lab.kernels.sparse_mla; print(torch.cuda.is_initialized())"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
+
+
+@pytest.mark.parametrize(
+    ("registers", "shared", "warps", "blocks"),
+    [(255, 67_712, 4, 1), (255, 48_000, 4, 2), (212, 50_176, 4, 2), (212, 50_240, 4, 1), (64, 0, 8, 4), (16, 0, 8, 6)],
+)
+def test_blocks_an_sm_holds_by_warps_registers_and_shared_memory(registers, shared, warps, blocks):
+    assert lookup("RTX PRO 6000 Blackwell").resident_blocks(warps, registers, shared) == blocks

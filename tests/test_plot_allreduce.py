@@ -6,6 +6,7 @@ import pytest
 from dsv4lab import comm, records
 from dsv4lab.plot import allreduce as frames
 from dsv4lab.plot import figures, serving
+from dsv4lab.plot.palette import look
 
 
 def test_reported_times_have_the_model_beside_them():
@@ -33,7 +34,15 @@ def test_measured_times_know_their_link_and_their_bus_bandwidth():
     assert table["model_us"].notna().tolist() == [True, False]  # of four channels the model knows nothing
     panels = frames.lines(table)
     assert {name: len(lines) for name, lines in panels.items()} == {"nvlink4, 2 GPUs": 2, "pcie5_nominal, 2 GPUs": 1}
-    assert len(figures.lines_against(panels, "message (KiB)", "µs").axes) == 2
+    assert len(figures.lines_against(panels, "message", "µs").axes) == 2
+
+
+def test_the_axis_names_messages_in_powers_of_two():
+    assert list(frames.SIZES.values()) == ["4 KiB", "64 KiB", "1 MiB", "16 MiB", "64 MiB"]
+    panel = {"n": [(look("nccl"), pd.Series({4 << n: 10.0 + n for n in range(11)}))]}
+    axes = figures.lines_against(panel, "message", "µs", ticks=frames.SIZES).axes[0]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["4 KiB", "64 KiB", "1 MiB"]  # up to 4 MiB
+    assert axes.get_xticks().tolist() == [4, 64, 1024] and not axes.xaxis.get_minorticklocs().size
 
 
 def test_measured_sizes_are_set_against_the_model_and_against_nccl():
@@ -81,6 +90,22 @@ def test_a_share_of_a_step_becomes_the_time_of_one_all_reduce():
     assert table.loc[64].to_dict() == pytest.approx({"tok/s": 640.0, "step_ms": 100.0, "each_us": 500.0})
     part = frames.shares({"flat": comm.Cost(100e-6, 0.0)}, table, 8)
     assert part.loc["flat", 64] == pytest.approx(8.75)  # 87 all-reduces and half of one for the logits
+
+
+def test_loopback_is_the_middle_run_and_its_source_says_how_far_apart_they_are():
+    sizes = pd.Series([4096, 65536, 1 << 20])
+    runs = [
+        pd.DataFrame({"file": f"run{n}.jsonl", "impl": "gloo", "ranks": 2, "message_bytes": sizes}).assign(
+            median_us=n * (400.0 + 1e-3 * sizes), p10_us=200.0 + 1e-3 * sizes, p90_us=5000.0
+        )
+        for n in (1, 2, 3)
+    ]
+    other = runs[0].assign(ranks=4, median_us=1e6)
+    link = frames.loopback(pd.concat([*runs, other]))
+    assert link.one_shot_s == pytest.approx(800e-6) and link.ring_bytes_per_s == pytest.approx(0.5e9)
+    assert "run1, run2, run3; 400 to 1200 µs and 0.33 to 1 GB/s by run, 200 to 5000 µs" in link.source
+    table = frames.links(link)
+    assert list(table.index) == [*comm.LINKS, "loopback"] and table.loc["loopback", "ring (GB/s)"] == pytest.approx(0.5)
 
 
 def test_tables_of_a_step_and_of_links():

@@ -374,6 +374,12 @@ def test_the_debug_switch_reads_what_only_the_device_knows():
     call.extra_indices_in_kvcache[0, 0, 0] = 10**6
     with pytest.raises(ValueError, match=r"extra_indices_in_kvcache must be -1 or in 0\.\.47, got 1000000"):
         mla.sparse_mla_decode(**vars(call), check_values=True)
+    call = one()
+    slot = call.indices[0, 0, 0].item()
+    page, offset = divmod(slot, call.k_cache.shape[1])
+    call.k_cache.view(torch.uint8)[page].flatten()[576 * offset] = 0x7F  # e4m3's NaN
+    with pytest.raises(ValueError, match=f"main cache, slot {slot}: nan is a value, not finite"):
+        mla.sparse_mla_decode(**vars(call), check_values=True)
 
 
 def test_an_empty_batch_is_no_launch():

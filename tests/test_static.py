@@ -8,7 +8,7 @@ import sys
 import pytest
 import triton
 
-from dsv4lab import hardware, static
+from dsv4lab import cards, hardware
 
 STEMS = ("sparse_mla", "mqa_logits", "topk", "skinny_gemm", "hc_pre", "norm_rope")
 
@@ -24,7 +24,7 @@ def compiled(request) -> tuple[dict, dict]:
     environment = os.environ | {"TRITON_INTERPRET": "0"}
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr[-2000:]
-    return json.loads(static.path(request.param).read_text(encoding="utf-8")), json.loads(run.stdout)
+    return json.loads(cards.path(request.param).read_text(encoding="utf-8")), json.loads(run.stdout)
 
 
 def test_the_committed_cards_are_what_the_compiler_says(compiled):
@@ -69,14 +69,3 @@ def test_the_interpreter_is_refused():
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert run.returncode and "TRITON_INTERPRET" in run.stderr
-
-
-def test_the_newest_cards_count_and_older_ones_stay(tmp_path, monkeypatch):
-    monkeypatch.setattr(static.records, "root", lambda: tmp_path)
-    folder = tmp_path / "static"
-    folder.mkdir()
-    with pytest.raises(ValueError, match="stem 'topk' has no cards in records/static"):
-        static.path("topk")
-    for name in ("topk", "topk_20261129T185700Z", "topk_20261130T000000Z", "topk_more_20271130T000000Z"):
-        (folder / f"{name}.json").touch()
-    assert static.path("topk").name == "topk_20261130T000000Z.json"

@@ -1,4 +1,5 @@
-"""The command line: `dsv4lab run | measure | tune | profile | serve | bench | campaign | parity | doctor`.
+"""The command line: `dsv4lab run | measure | tune | cards | profile | serve | bench | campaign | parity |
+doctor`.
 
 Thin skins over the package. What the user got wrong is one line on stderr and exit status 2; what went wrong in the
 lab is exit status 1.
@@ -17,8 +18,8 @@ INTERRUPTED = 130
 DESCRIPTION = "The DeepSeek-V4-Flash decode lab: run its chapters, measure its kernels, serve with them."
 
 _COMMANDS = (
-    lab.run, lab.measure, lab.tune, traces.profile, server.serve, server.bench, server.campaign, server.parity,
-    lab.doctor,
+    lab.run, lab.measure, lab.tune, lab.cards, traces.profile, server.serve, server.bench, server.campaign,
+    server.parity, lab.doctor,
 )  # fmt: skip
 
 

@@ -147,6 +147,29 @@ def tune(
     return 1 if any(outcome.left for outcome in outcomes.values()) else 0
 
 
+def cards(
+    stems: Annotated[Positional[tuple[str, ...]], arg(metavar="[STEM ...]", help_behavior_hint="(default: all)")] = (),
+    /,
+) -> int:
+    """Say what the compiler makes of our kernels for the campaign's GPU (sm_120) beside Hopper's, and predict times.
+
+    Example: dsv4lab cards sparse_mla
+
+    Needs no GPU. The cards are those of records/static, the times follow from the newest records of an H200: predicted,
+    not measured.
+
+    Args:
+        stems: Modules of dsv4lab/kernels.
+    """
+    from dsv4lab import cards as module
+
+    try:
+        print(*map(module.text, stems or module.SHIPPED), sep="\n\n\n")
+    except (ValueError, OSError) as error:
+        raise UsageError(str(error)) from error
+    return 0
+
+
 def doctor() -> int:
     """Say what is installed, what the lab can do here, and how to mend what it cannot.
 

@@ -8,6 +8,8 @@ from dsv4lab import comm
 from dsv4lab.plot.palette import Look, in_order, look
 
 KIB = 1024
+SIZES = {kib: f"{kib} KiB" if kib < KIB else f"{kib // KIB} MiB" for kib in (4, 64, KIB, 16 * KIB, 64 * KIB)}
+"""Messages (KiB) that the axis of a figure names, and how."""
 
 
 def reported_times(rows: pd.DataFrame) -> pd.DataFrame:
@@ -94,8 +96,39 @@ def by_batch(costs: Mapping[str, comm.Cost], batches: list[int]) -> pd.DataFrame
     return pd.DataFrame(table).rename_axis("B")
 
 
-def links() -> pd.DataFrame:
-    """`comm.LINKS` as a table, rates in GB/s."""
+def loopback(frame: pd.DataFrame) -> comm.Link:
+    """The link between two processes on one CPU, by records of gloo (`records.to_frame`): the line through the medians.
+
+    Of several runs it is their median by size. `source` says how far apart lines through single runs are, and lines
+    through the fast and the slow tenth of their samples.
+    """
+    pairs = frame[(frame["impl"] == "gloo") & (frame["ranks"] == 2)]
+    lines = {
+        column: [
+            comm.loopback(_seconds(run.set_index("message_bytes")[column]), "") for _, run in pairs.groupby("file")
+        ]
+        for column in ("p10_us", "median_us", "p90_us")
+    }
+
+    def span(columns: list[str]) -> str:
+        found = [line for column in columns for line in lines[column]]
+        us, rate = [1e6 * line.one_shot_s for line in found], [line.ring_bytes_per_s / 1e9 for line in found]
+        return f"{min(us):.0f} to {max(us):.0f} µs and {min(rate):.2g} to {max(rate):.2g} GB/s"
+
+    files = [file.removesuffix(".jsonl") for file in sorted(set(pairs["file"]))]
+    source = (
+        f"measured: gloo between 2 processes, {', '.join(files)}; {span(['median_us'])} by run, {span(list(lines))} "
+        "from the fast tenth of the samples to the slow one: it is the scheduler's time"
+    )
+    return comm.loopback(_seconds(pairs.groupby("message_bytes")["median_us"].median()), source)
+
+
+def _seconds(us: pd.Series) -> dict[int, float]:
+    return {int(nbytes): 1e-6 * value for nbytes, value in us.items()}
+
+
+def links(*measured: comm.Link) -> pd.DataFrame:
+    """`comm.LINKS` and what was measured besides as a table, rates in GB/s."""
     rows = {
         link.name: {
             "ring (GB/s)": link.ring_bytes_per_s / 1e9,
@@ -103,7 +136,7 @@ def links() -> pd.DataFrame:
             "one-shot of few bytes (µs)": 1e6 * link.one_shot_s,
             "source": link.source,
         }
-        for link in comm.LINKS.values()
+        for link in (*comm.LINKS.values(), *measured)
     }
     return pd.DataFrame.from_dict(rows, orient="index")
 

@@ -8,14 +8,10 @@ from typing import Any
 import pandas as pd
 
 from dsv4lab import records
-from dsv4lab.hardware import GPU, KIB
+from dsv4lab.hardware import GPU
 from dsv4lab.plot.palette import LOOKS
 from dsv4lab.plot.tables import select, times, with_floor
 from dsv4lab.records import Record
-
-REGISTERS_PER_SM = 64 * KIB
-RESERVED_PER_BLOCK = KIB
-"""Bytes of shared memory that the driver takes for each block beyond what the block asks for."""
 
 Claim = tuple[str, bool, str]
 
@@ -112,16 +108,9 @@ def compiled(cards: Mapping[str, Mapping[str, Any]], warps: Mapping[str, int], g
             "MMA instructions": card["mma"],
             "16-byte loads": card["load128"],
             "narrow loads": card["load_narrow"],
-            "blocks an SM holds": resident_blocks(card, warps[entry], gpu),
+            "blocks an SM holds": gpu.resident_blocks(warps[entry], card["registers"], card["shared_bytes"]),
         }
     return pd.DataFrame(rows).T.rename_axis("used for")
-
-
-def resident_blocks(card: Mapping[str, int], warps: int, gpu: GPU) -> int:
-    """How many blocks of a kernel an SM holds at once, by its registers and its shared memory."""
-    registers = warps * 32 * (-(-card["registers"] // 8) * 8)
-    shared = -(-card["shared_bytes"] // 128) * 128 + RESERVED_PER_BLOCK
-    return min(REGISTERS_PER_SM // registers, (gpu.shared_memory_per_block + RESERVED_PER_BLOCK) // shared)
 
 
 def headline(frame: pd.DataFrame, stock: pd.DataFrame, heads: int) -> str:

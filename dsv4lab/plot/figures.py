@@ -54,11 +54,22 @@ def time_against(
 
 
 def lines_against(
-    panels: Mapping[str, Sequence[tuple[Look, pd.Series]]], xlabel: str, ylabel: str, title: str | None = None
+    panels: Mapping[str, Sequence[tuple[Look, pd.Series]]],
+    xlabel: str,
+    ylabel: str,
+    title: str | None = None,
+    ticks: Mapping[int, str] | None = None,
 ) -> Figure:
-    """Lines over whole numbers, which are their indices, on log scales; a panel for each name."""
+    """Lines over whole numbers, which are their indices, on log scales; a panel for each name.
+
+    ticks: which of those numbers to name on the axis, and how; what lies outside a panel is left out.
+    """
     with styled():
-        figure, _ = _panels(panels, ylabel, title, xlabel)
+        figure, all_axes = _panels(panels, ylabel, title, xlabel)
+        for axes in all_axes if ticks else ():
+            low, high = axes.get_xlim()
+            inside = {x: name for x, name in ticks.items() if low <= x <= high}
+            axes.set_xticks(list(inside), list(inside.values()), fontsize="small")
     return _closed(figure)
 
 

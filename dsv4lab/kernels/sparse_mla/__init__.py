@@ -28,6 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsv4lab.hardware import GPUS, arch_key
 from dsv4lab.kernels.launch import launch, target, warm
 from dsv4lab.kernels.sparse_mla import checks
 from dsv4lab.kernels.sparse_mla.cases import (
@@ -212,7 +213,8 @@ def sparse_mla_decode(
     attn_sink: fp32 [H], in nats. softmax_scale: default 512**-0.5.
     out: bf16 [B, s_q, H, 512], may be a strided slice. lse: fp32 [B, H, s_q], natural log, dense.
     workspace: fp32, at least `plan(...).workspace_numel` elements. Nothing is allocated if all three are given.
-    config: overrides the table's choice. check_values: check lengths and indices first, which waits for the device.
+    config: overrides the table's choice. check_values: check lengths, indices and what they
+      select first, which waits for the device.
 
     Returns (out, lse). Raises ValueError naming the argument and what it was, and ColdKernel if the stream is capturing
     and this variant was never run before. No host sync unless check_values is set.
@@ -302,11 +304,12 @@ def describe(arch: str) -> list[str]:
 def static_launches(arch: str) -> Iterator[tuple[str, list[tuple]]]:
     """The launches of every table entry of an architecture, on CPU tensors, by the name of the entry."""
     gluon = [bucket for bucket in GLUON.get(arch, ()) if bucket.config.gluon]
+    sms = next(gpu.sms for gpu in GPUS if arch_key(gpu.capability) == arch)
     for bucket in (*buckets(arch), *gluon):
         heads, rows = min(bucket.max_heads, 64), min(bucket.max_rows, 4)
         (call,) = make_inputs(Case("static", rows, heads), device="cpu")
         out, lse = torch.empty_like(call.q), torch.empty(rows, heads, 1)
         widths = call.indices.shape[-1], call.extra_indices_in_kvcache.shape[-1]
-        p = plan(rows, heads, widths, arch=arch, sms=132, config=bucket.config)
+        p = plan(rows, heads, widths, arch=arch, sms=sms, config=bucket.config)
         workspace = torch.empty(p.workspace_numel)
         yield f"{bucket.limits}: {p.config.name}", launches(call, out, lse, workspace, impl="split_k", plan=p)

@@ -81,3 +81,4 @@ def check_values(call: Inputs) -> None:
         wrong = indices[live & ((indices < -1) | (indices >= slots))]
         if wrong.numel():
             raise ValueError(f"{name} must be -1 or in 0..{slots - 1}, got {wrong[0].item()}")
+        kv_cache.check_main(cache, indices[live & (indices >= 0)])
