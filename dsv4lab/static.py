@@ -13,7 +13,8 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
@@ -72,6 +73,21 @@ def _tool(name: str, *flags: str) -> str:
     return run.stdout
 
 
+def instructions(compiled) -> list[str]:
+    """Names of the machine instructions of a compiled kernel, in order."""
+    with _cubin(compiled) as file:
+        sass = _tool("nvdisasm", "-c", file)
+    return re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\d+\s+)?([A-Z][\w.]+)", sass, re.M)
+
+
+@contextmanager
+def _cubin(compiled) -> Iterator[str]:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
+        f.write(compiled.asm["cubin"])
+        f.flush()
+        yield f.name
+
+
 def card(compiled) -> dict[str, int]:
     """Bytes of shared memory a block, registers a thread, bytes spilled a thread, and instruction counts in the binary.
 
@@ -79,12 +95,9 @@ def card(compiled) -> dict[str, int]:
     comes to, a quarter of a wgmma's 64 rows being its own; load128, load64, load_narrow: global loads of 16, of 8, and
     of 4 bytes or less, cp.async included; local: loads and stores of spilled values.
     """
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
-        f.write(compiled.asm["cubin"])
-        f.flush()
-        usage = _tool("cuobjdump", "-res-usage", f.name)
-        sass = _tool("nvdisasm", "-c", f.name)
-    names = re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\d+\s+)?([A-Z][\w.]+)", sass, re.M)
+    with _cubin(compiled) as file:
+        usage = _tool("cuobjdump", "-res-usage", file)
+    names = instructions(compiled)
     family = Counter(name.split(".")[0] for name in names)
     loads = [name for name in names if name.split(".")[0] in ("LDG", "LDGSTS")]
     wide = [name for name in loads if name.endswith(".128") or ".128." in name]

@@ -50,11 +50,9 @@ __all__ = [
 ]  # fmt: skip
 
 IMPLEMENTATIONS = ("fp32", "bf16", "split_k", "split_k_w32")
-CANDIDATES = {f"split_k_{c.name}": ("split_k", c) for c in SWEEP}
+CANDIDATES = {f"{impl}_{c.name}": (impl, c) for impl in ("split_k", "split_k_w32") for c in SWEEP}
 
 INTERPRETED = triton.knobs.runtime.interpret
-_ELEMENTS = 64
-"""Outputs that a program of `combine_kernel` adds up."""
 
 
 def workspace_numel(M: int, N: int, K: int, config: Config) -> int:
@@ -65,6 +63,25 @@ def workspace_numel(M: int, N: int, K: int, config: Config) -> int:
 def early(pdl: bool) -> dict:
     """The launch option of a kernel that may start before the one in front of it ends, and waits for it by itself."""
     return {"launch_pdl": True} if pdl else {}
+
+
+def _all_registers(num_warps: int) -> dict:
+    """The launch options of a kernel whose blocks ask for all their operands at once.
+
+    Told that it may have every register of an SM, ptxas leaves the loads together; else it saves registers by waiting
+    for one operand before it asks for the next.
+    """
+    return dict(num_warps=num_warps, maxnreg=min(65536 // (32 * num_warps), 255))
+
+
+def _combine_shape(splits: int) -> tuple[int, int]:
+    """(outputs that a program of `combine_kernel` adds up, its warps): one needs no barrier."""
+    return min(max(1024 // triton.next_power_of_2(splits), 16), 64), 1
+
+
+def _group(splits: int, elements: int, num_warps: int) -> int:
+    """How many partial tiles are asked for at once: all, or 32 values a thread."""
+    return min(triton.next_power_of_2(splits), max(1024 * num_warps // elements, 1))
 
 
 def _ending(out: Tensor, scale: float, bias: Tensor | None) -> dict:
@@ -88,20 +105,23 @@ def first_launch(
     shared |= early(ahead)
     if isinstance(config, Dot):
         block = min(config.block_k, triton.next_power_of_2(K))
-        return dot_kernel, (N + squares, M), shared | dict(BLOCK_K=block, num_warps=config.num_warps)
+        return dot_kernel, (N + squares, M), shared | dict(BLOCK_K=block) | _all_registers(config.num_warps)
+    splits = config.splits(K)
     tiled = dict(
         partials=partials, tickets=partials if tickets is None else tickets, CHUNK=config.chunk,
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, SPLITS=splits,
+        GROUP=_group(splits, config.block_m * config.block_n, config.num_warps),
         SLICES=1 if config.whole else config.num_warps,
         SQUARES=squares, LAST=tickets is not None, COMPUTE=tl.float32 if INTERPRETED else tl.bfloat16,
-        num_warps=config.num_warps,
     )  # fmt: skip
-    return split_kernel, (config.splits(K), *config.tiles(M, N)), shared | tiled
+    one_step = config.chunk == config.block_k
+    tiled |= _all_registers(config.num_warps) if one_step else dict(num_warps=config.num_warps)
+    return split_kernel, (splits, *config.tiles(M, N)), shared | tiled
 
 
 def launches(
     x: Tensor, w: Tensor, out: Tensor, partials: Tensor, tickets: Tensor | None, *, scale: float, bias: Tensor | None,
-    config: Config,
+    config: Config, weights_ready: bool = False,
 ) -> list[tuple]:  # fmt: skip
     """[(kernel, grid, arguments)] of one call, in order; nothing is launched."""
     ending, (M, K), N = _ending(out, scale, bias), x.shape, w.shape[0]
@@ -110,14 +130,14 @@ def launches(
     if config.combine == "last":
         return [first_launch(x, w, partials, tickets, ending, config)]
     splits, pdl = config.splits(K), config.combine == "pdl" and not INTERPRETED
-    group = min(triton.next_power_of_2(splits), 64)
+    elements, warps = _combine_shape(splits)
     combine = ending | dict(
-        partials=partials, splits=splits, M=M, N=N, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
-        BLOCK_E=_ELEMENTS, GROUP=group, PDL=pdl, num_warps=min(max(group // 2, 1), 4), **early(pdl),
+        partials=partials, M=M, N=N, SPLITS=splits, BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_E=elements,
+        GROUP=_group(splits, elements, warps), PDL=pdl, **_all_registers(warps), **early(pdl),
     )  # fmt: skip
-    parts = config.block_m * config.block_n // _ELEMENTS
+    parts = config.block_m * config.block_n // elements
     return [
-        first_launch(x, w, partials, None, ending, config, pdl=pdl),
+        first_launch(x, w, partials, None, ending, config, pdl=pdl, ahead=pdl and weights_ready),
         (combine_kernel, (parts, *config.tiles(M, N)), combine),
     ]
 
@@ -151,7 +171,7 @@ def skinny_gemm(
     checks.check_out(out, M, N, device)
     if bias is not None:
         checks.check_bias(bias, N, device)
-    config = config or choose(target(device)[0], M, N).config
+    config = config or choose(target(device)[0], M, N, w.dtype == torch.float32).config
     if isinstance(config, Split):
         least = workspace_numel(M, N, K, config)
         workspace = torch.empty(least, dtype=torch.float32, device=device) if workspace is None else workspace
@@ -203,7 +223,7 @@ def _smallest(N: int, K: int, weights: torch.dtype, rows: int, device: torch.dev
 def _variants(N: int, K: int, weights: torch.dtype, device: torch.device | str, arch: str) -> Iterator[tuple]:
     """(limits and name, launches) of each entry of the table that N columns can meet."""
     for bucket in buckets(arch):
-        if N <= bucket.max_n and bucket == choose(arch, bucket.max_m, N):
+        if N <= bucket.max_n and bucket == choose(arch, bucket.max_m, N, weights == torch.float32):
             x, w = _smallest(N, K, weights, min(bucket.max_m, 16), device)
             out = torch.empty(len(x), N, device=device)
             partials = torch.empty(max(workspace_numel(len(x), N, K, bucket.config), 4), device=device)
@@ -225,13 +245,13 @@ def notes(impl: str, inputs: Inputs) -> dict:
     impl, config = CANDIDATES.get(impl, (impl, None))
     if not impl.startswith("split_k"):
         return {}
-    M, N = len(inputs.x), len(inputs.w)
-    return {"variant": (config or choose(target(inputs.x.device)[0], M, N).config).name}
+    arch, M, N = target(inputs.x.device)[0], len(inputs.x), len(inputs.w)
+    return {"variant": (config or choose(arch, M, N, impl == "split_k_w32").config).name}
 
 
 def describe(arch: str) -> list[str]:
-    """One line for each bucket: what `split_k` would run on an architecture, and the evidence for it."""
-    return [f"split_k, {b.limits}: {b.config.name} ({b.evidence})" for b in buckets(arch)]
+    """One line for each bucket: what ours would run on an architecture, and the evidence for it."""
+    return [f"split_k{'_w32' * b.fp32}, {b.limits}: {b.config.name} ({b.evidence})" for b in buckets(arch)]
 
 
 def static_launches(arch: str) -> Iterator[tuple[str, list[tuple]]]:

@@ -62,12 +62,13 @@ Config = Dot | Split
 
 @dataclass(frozen=True)
 class Bucket:
-    """Products of up to max_m rows and max_n columns; `evidence` is the file that says why."""
+    """Products of up to max_m rows and max_n columns, of bf16 weights or fp32 ones; `evidence` says why."""
 
     max_m: int
     max_n: int
     config: Config
     evidence: str
+    fp32: bool = False
 
     @property
     def limits(self) -> str:
@@ -76,27 +77,33 @@ class Bucket:
 
 
 ANY = 1 << 30
-COMPILED = "records/static/skinny_gemm_20261129T212524Z.json"
+COMPILED = "records/static/skinny_gemm_20261129T234254Z.json"
 """Nothing has been measured there: the H200's tiles, which the compiler makes without a spill."""
 MEASURED = "records/skinny_gemm_sweep_h200_20261129T211912Z.jsonl"
 
 
-def _buckets(combine: str, evidence: str) -> tuple[Bucket, ...]:
-    def tile(block_m: int, block_n: int, warps: int) -> Split:
-        return Split(block_m, block_n, 256, 256, warps, combine, whole=True)
+def _whole(block_m: int, block_n: int, chunk: int, warps: int, combine: str) -> Split:
+    return Split(block_m, block_n, chunk, chunk, warps, combine, whole=True)
 
+
+def _buckets(combine: str, evidence: str) -> tuple[Bucket, ...]:
     rows = (
         (4, 64, Dot(16384, 16)),
         (16, 32, Dot(16384, 16)),
         (16, 64, Dot(4096, 4)),
-        (128, 64, tile(32, 32, 8)),
+        (128, 64, _whole(32, 32, 256, 8, combine)),
         (1, ANY, Dot(4096, 8)),
-        (16, 256, tile(16, 16, 4)),
-        (128, 256, tile(32, 16, 4)),
+        (16, 256, _whole(16, 16, 256, 4, combine)),
+        (128, 256, _whole(32, 16, 256, 4, combine)),
         (128, ANY, Split(16, 32, 512, 1024, 8, combine)),
         (ANY, ANY, Split(32, 32, 256, 2048, 8, combine)),
     )
-    return tuple(Bucket(*row, evidence) for row in rows)
+    fp32 = (
+        (16, 64, Dot(16384, 16)),
+        (128, 64, _whole(32, 32, 256, 8, combine)),
+        (ANY, ANY, Split(32, 32, 256, 2048, 8, combine)),
+    )
+    return tuple(Bucket(*row, evidence) for row in rows) + tuple(Bucket(*row, COMPILED, fp32=True) for row in fp32)
 
 
 TABLE = {
@@ -107,26 +114,25 @@ TABLE = {
 }
 RELATIVE = {"sm_86": "sm_80", "sm_87": "sm_80", "sm_121": "sm_120"}
 
-_TILES = (
-    (16, 32, 256, 256, 4),
-    (16, 32, 256, 256, 8),
-    (16, 32, 512, 512, 4),
-    (16, 32, 512, 512, 8),
-    (16, 32, 512, 1024, 8),
-    (32, 32, 256, 256, 8),
-    (32, 32, 512, 512, 8),
-    (16, 16, 512, 512, 8),
-)
 _WHOLE = (
-    *((block_m, 32, chunk, chunk, warps) for block_m in (16, 32, 64) for chunk, warps in ((64, 4), (128, 4), (128, 8))),
-    *((block_m, 16, chunk, chunk, 4) for block_m in (16, 32, 64) for chunk in (128, 256)),
-    (16, 32, 256, 256, 8),
-    (32, 32, 256, 256, 8),
+    *((16, block_n, 256, warps) for block_n, warps in ((8, 1), (16, 2), (16, 4), (32, 4), (32, 8))),
+    *((32, block_n, 256, warps) for block_n, warps in ((8, 2), (16, 4), (32, 4), (32, 8))),
+    *((64, block_n, 256, warps) for block_n, warps in ((8, 4), (16, 4), (32, 8))),
+    *((block_m, 32, 512, 8) for block_m in (16, 32)),
+    *((block_m, 32, 128, 8) for block_m in (32, 64)),
+)
+_SLICES = (
+    *((block_m, block_n, 512, 4) for block_m in (16, 32) for block_n in (8, 32)),
+    *((block_m, block_n, 1024, 8) for block_m in (16, 32) for block_n in (8, 16)),
+    (16, 32, 512, 8),
+    (32, 32, 512, 8),
 )
 SWEEP = (
-    *(Dot(block_k, warps) for block_k, warps in ((4096, 4), (4096, 8), (16384, 16))),
-    *(Split(*tile, combine) for tile in _TILES for combine in COMBINES),
-    *(Split(*tile, combine, whole=True) for tile in _WHOLE for combine in ("last", "pdl")),
+    *(Dot(block_k, warps) for block_k, warps in ((4096, 4), (4096, 8), (16384, 8), (16384, 16))),
+    *(_whole(*tile, "pdl") for tile in _WHOLE),
+    Split(16, 32, 512, 1024, 8, "pdl"),
+    Split(32, 32, 256, 2048, 8, "pdl"),
+    *(Split(m, n, chunk, chunk, warps, combine) for m, n, chunk, warps in _SLICES for combine in ("last", "pdl")),
 )
 
 
@@ -135,6 +141,6 @@ def buckets(arch: str) -> tuple[Bucket, ...]:
     return arch_entry(TABLE, arch, RELATIVE)
 
 
-def choose(arch: str, M: int, N: int) -> Bucket:
-    """The first entry that holds M rows and N columns."""
-    return next(bucket for bucket in buckets(arch) if M <= bucket.max_m and N <= bucket.max_n)
+def choose(arch: str, M: int, N: int, fp32: bool = False) -> Bucket:
+    """The first entry that holds M rows and N columns, of fp32 weights or of bf16 ones."""
+    return next(b for b in buckets(arch) if b.fp32 == fp32 and M <= b.max_m and N <= b.max_n)

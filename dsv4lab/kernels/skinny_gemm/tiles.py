@@ -61,6 +61,16 @@ def dot_kernel(
 
 
 @triton.jit
+def _pinned(values):
+    """The same values, here: Triton waits for what it loads, to store it to shared memory, right where it loads it."""
+    if values.dtype == tl.bfloat16:
+        values = tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [values], dtype=tl.bfloat16, is_pure=False, pack=2
+        )
+    return values
+
+
+@triton.jit
 def _partial_tile(
     x, x_stride8, w, m, n, first, M, N: tl.constexpr, K: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr, SQUARES: tl.constexpr, COMPUTE: tl.constexpr,
@@ -78,12 +88,11 @@ def _partial_tile(
     for start in tl.static_range(0, CHUNK, BLOCK_K):
         k = first + start + tl.arange(0, SLICES)[:, None] * SLICE + tl.arange(0, SLICE)[None, :]
         k = k[:, None, :]
-        # in this order: x goes through shared memory, and what is asked for after that is asked for when x is there
         b = tl.load(w + n[None, :, None] * K + k, mask=(n[None, :, None] < N) & (k < K), other=0.0)
         if AHEAD and start == 0:
             _begin()
         a = tl.load(rows[None, :, None] + k, mask=(m[None, :, None] < M) & (k < K), other=0.0)
-        high = b.to(COMPUTE)
+        high = _pinned(b.to(COMPUTE))
         acc = tl.dot(a.to(COMPUTE), tl.permute(high, (0, 2, 1)), acc, input_precision="ieee")
         if b.dtype == tl.float32 and COMPUTE == tl.bfloat16:
             low = (b - high.to(tl.float32)).to(COMPUTE)
@@ -101,14 +110,11 @@ def _partial_tile(
 def _two_terms(b, COMPUTE: tl.constexpr):
     """fp32 [N, K] as two terms in bf16 that keep 16 of its 24 bits, a row each: [2 * N, K].
 
-    Pinned: Triton would move fp32 through shared memory, a slice at a time, to make the terms there.
+    Made here: Triton would move fp32 through shared memory, a slice at a time, to make the terms there.
     """
     high = b.to(COMPUTE)
     low = (b - high.to(tl.float32)).to(COMPUTE)
-    both = tl.reshape(tl.permute(tl.join(high, low), (0, 2, 1)), (2 * b.shape[0], b.shape[1]))
-    if COMPUTE == tl.bfloat16:
-        both = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [both], dtype=tl.bfloat16, is_pure=False, pack=2)
-    return both
+    return _pinned(tl.reshape(tl.permute(tl.join(high, low), (0, 2, 1)), (2 * b.shape[0], b.shape[1])))
 
 
 @triton.jit
@@ -127,10 +133,10 @@ def _whole_tile(
     for start in tl.static_range(0, CHUNK, BLOCK_K):
         k = first + start + tl.arange(0, BLOCK_K)[None, :]
         b = tl.load(w + n[:, None] * K + k, mask=(n[:, None] < N) & (k < K), other=0.0)
-        b = _two_terms(b, COMPUTE) if TERMS == 2 else b.to(COMPUTE)
         if AHEAD and start == 0:
             _begin()
         a = tl.load(rows[:, None] + k, mask=(m[:, None] < M) & (k < K), other=0.0)
+        b = _two_terms(b, COMPUTE) if TERMS == 2 else _pinned(b.to(COMPUTE))
         acc = tl.dot(a.to(COMPUTE), b.T, acc, input_precision="ieee")
         if SQUARES:
             wide = a.to(tl.float32)
@@ -142,12 +148,12 @@ def _whole_tile(
 
 
 @triton.jit
-def _combine(partials, splits, e, SIZE: tl.constexpr, GROUP: tl.constexpr):
-    """The sum over `splits` of elements e of one tile's partials, GROUP loaded at a time, in a fixed order."""
+def _combine(partials, e, SPLITS: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr):
+    """The sum over the splits of elements e of one tile's partials, GROUP asked for at once, in a fixed order."""
     total = tl.zeros(e.shape, tl.float32)
-    for first in range(0, splits, GROUP):
+    for first in tl.static_range(0, SPLITS, GROUP):
         s = first + tl.arange(0, GROUP)[:, None]
-        total += tl.sum(tl.load(partials + s * SIZE + e[None, :], mask=s < splits, other=0.0, cache_modifier=".cg"), 0)
+        total += tl.sum(tl.load(partials + s * SIZE + e[None, :], mask=s < SPLITS, other=0.0, cache_modifier=".cg"), 0)
     return total
 
 
@@ -155,10 +161,10 @@ def _combine(partials, splits, e, SIZE: tl.constexpr, GROUP: tl.constexpr):
 def split_kernel(
     x, x_stride8, w, partials, tickets, out, out_stride, scale, bias, M,
     N: tl.constexpr, K: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, SLICES: tl.constexpr, SQUARES: tl.constexpr, HAS_BIAS: tl.constexpr, LAST: tl.constexpr,
-    PDL: tl.constexpr, COMPUTE: tl.constexpr, AHEAD: tl.constexpr,
+    BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, SLICES: tl.constexpr, SQUARES: tl.constexpr, HAS_BIAS: tl.constexpr,
+    LAST: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr, COMPUTE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Grid (splits, column tiles, row tiles): one partial tile over CHUNK of K.
+    """Grid (SPLITS, column tiles, row tiles): one partial tile over CHUNK of K.
 
     LAST: the block that is the last of its tile to arrive adds them up, in the order of the splits whichever it is,
     and sets the tile's ticket, int32, back to 0. Otherwise `combine_kernel` does.
@@ -167,7 +173,6 @@ def split_kernel(
         gdc_launch_dependents()
     SIZE: tl.constexpr = BLOCK_M * BLOCK_N
     split = tl.program_id(0)
-    splits = tl.num_programs(0)
     tile = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
     first_m = tl.program_id(2) * BLOCK_M
     first_n = tl.program_id(1) * BLOCK_N
@@ -183,30 +188,30 @@ def split_kernel(
             x, x_stride8, w, first_m + m, first_n + n, split * CHUNK, M, N, K, CHUNK, BLOCK_M, BLOCK_N, BLOCK_K,
             SQUARES, COMPUTE, AHEAD,
         )  # fmt: skip
-    partials += (tile * splits).to(tl.int64) * SIZE
+    partials += (tile * SPLITS).to(tl.int64) * SIZE
     tl.store(partials + split * SIZE + m[:, None] * BLOCK_N + n[None, :], total)
     if LAST:
         tl.debug_barrier()  # every thread's part is written before one of them takes the ticket
-        if tl.atomic_add(tickets + tile, 1, sem="acq_rel") == splits - 1:
+        if tl.atomic_add(tickets + tile, 1, sem="acq_rel") == SPLITS - 1:
             e = tl.arange(0, SIZE)
-            whole = _combine(partials, splits, e, SIZE, 8)
+            whole = _combine(partials, e, SPLITS, SIZE, GROUP)
             e_m = first_m + e // BLOCK_N
             _finish(whole, e_m, first_n + e % BLOCK_N, out, out_stride, scale, bias, M, N, HAS_BIAS)
             tl.store(tickets + tile, 0)
 
 
-@triton.jit(do_not_specialize=["splits", "out_stride", "scale", "M"], do_not_specialize_on_alignment=["out", "bias"])
+@triton.jit(do_not_specialize=["out_stride", "scale", "M"], do_not_specialize_on_alignment=["out", "bias"])
 def combine_kernel(
-    partials, splits, out, out_stride, scale, bias, M,
-    N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, GROUP: tl.constexpr,
-    HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
+    partials, out, out_stride, scale, bias, M,
+    N: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
+    GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (parts of a tile, column tiles, row tiles): adds up BLOCK_E elements of a tile over its splits."""
     if PDL:
-        gdc_wait()
+        _begin()
     SIZE: tl.constexpr = BLOCK_M * BLOCK_N
     tile = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
     e = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
-    total = _combine(partials + (tile * splits).to(tl.int64) * SIZE, splits, e, SIZE, GROUP)
+    total = _combine(partials + (tile * SPLITS).to(tl.int64) * SIZE, e, SPLITS, SIZE, GROUP)
     m = tl.program_id(2) * BLOCK_M + e // BLOCK_N
     _finish(total, m, tl.program_id(1) * BLOCK_N + e % BLOCK_N, out, out_stride, scale, bias, M, N, HAS_BIAS)
