@@ -92,9 +92,12 @@ def launches(
         chunk=-(-rows // chunks), H=H, PAGE=page, NQ=nq, ROWS=block, MAXIMA=maxima is not None,
         GROUPS=-(-next_n // nq) if c.lean else 0, PROGRAMS=programs if c.lean and chunks == 1 else 0,
         LANES=32 if c.lean else block, ASK=c.ask, SKEW=c.skew, IDS=c.ids, KEYS=c.keys, STORE=c.store,
+        EARLY=0 if _INTERPRETED else c.early,
         STAGES=c.num_stages, COMPUTE=tl.float8e4nv if arch in FP8_PRODUCTS and not _INTERPRETED else tl.float16,
         num_warps=c.num_warps, num_stages=c.num_stages,
     )  # fmt: skip
+    if c.early and not _INTERPRETED:
+        arguments["launch_pdl"] = True
     return [(logits_kernel, (programs, chunks), arguments)]
 
 
@@ -207,7 +210,9 @@ def warm_up(
     """Compile and load every variant that calls with these next_n, heads and page can need, whatever B and lengths."""
     arch, sms = target(torch.device(device))
     for n in next_n:
-        for B in (1, 64, _MANY_ROWS, _MANY_ROWS + 1):
+        groups = 1 if n == 1 else -(-n // 2)
+        for rows in (groups, 64, _MANY_ROWS, _MANY_ROWS + groups):
+            B = rows // groups
             call = _smallest(B, n, heads, page, device)
             out = torch.empty(B * n, 256, device=device)
             for with_maxima in maxima:

@@ -15,6 +15,7 @@ class Config:
     lean: rows are searched 32 at a time by every warp for itself, and what is divided by is compiled in.
     ask: page ids and queries are asked for before the lengths are known.
     skew: pages that starting a row counts for in a share. keys, store: cache hints of what is read and written.
+    early: 1: launched while the kernel before still ends (sm_90 on), and waits for it; 2: lets the next one do so too.
     """
 
     num_warps: int
@@ -26,6 +27,7 @@ class Config:
     skew: int = 0
     keys: str = ""
     store: str = "evict_last"
+    early: int = 0
 
     @property
     def name(self) -> str:
@@ -35,7 +37,11 @@ class Config:
             (f"skew{self.skew}", self.skew),
             (f"keys_{self.keys}", self.keys),
         )
-        extra += ((f"ids_{self.ids}", self.ids != "carried"), ("plain", not self.store))
+        extra += (
+            (f"ids_{self.ids}", self.ids != "carried"),
+            ("plain", not self.store),
+            (f"early{self.early}", self.early),
+        )
         return "_".join(
             (f"w{self.num_warps}_s{self.num_stages}_x{self.programs_per_sm}", *(n for n, on in extra if on))
         )

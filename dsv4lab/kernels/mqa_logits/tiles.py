@@ -7,6 +7,7 @@ scales stream through shared memory, `num_stages` pages ahead, and the page ids 
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dsv4lab.kernels.rows import query_length, store_maxima
 
@@ -68,6 +69,7 @@ def logits_kernel(
     H: tl.constexpr, PAGE: tl.constexpr, NQ: tl.constexpr, ROWS: tl.constexpr, MAXIMA: tl.constexpr,
     STAGES: tl.constexpr, COMPUTE: tl.constexpr, GROUPS: tl.constexpr, PROGRAMS: tl.constexpr, LANES: tl.constexpr,
     ASK: tl.constexpr, SKEW: tl.constexpr, IDS: tl.constexpr, KEYS: tl.constexpr, STORE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (programs, chunks). A row is NQ queries of one request, which share its keys; a chunk is up to ROWS rows.
 
@@ -77,6 +79,10 @@ def logits_kernel(
     programs = tl.num_programs(0) if PROGRAMS == 0 else PROGRAMS
     rows = B * groups
     first_row = tl.program_id(1) * chunk
+    if EARLY > 0:  # launched while the kernel before still runs: nothing of memory is touched before it has ended
+        gdc_wait()
+        if EARLY > 1:
+            gdc_launch_dependents()
     counts = ()  # pages of LANES rows each: no more than a warp's are scanned and searched without a barrier
     for i in tl.static_range(ROWS // LANES):
         r = first_row + i * LANES + tl.arange(0, LANES)
