@@ -61,7 +61,7 @@ CANDIDATES = {f"triton_{c.name}": ("triton", c) for c in SWEEP}
 CAPPED = DSV4_FLASH.c4_positions(8192)
 FALLBACK_BYTES = 4 << 30
 _INTERPRETED = triton.knobs.runtime.interpret
-_FEW_ROWS, _MANY_ROWS = 32, 256
+_MANY_ROWS = 256
 
 
 def empty(rows: int, max_context_len: int, device: torch.device) -> Tensor:
@@ -77,9 +77,10 @@ def launches(
     B, next_n, H, _ = call.q.shape
     nq = 1 if next_n == 1 else 2
     rows = B * -(-next_n // nq)
-    block = _FEW_ROWS if rows <= _FEW_ROWS else _MANY_ROWS
+    block = next(block for block in ((32, 64, 256) if c.lean else (32, 256)) if rows <= block or block == 256)
     chunks = -(-rows // block)
     page = call.kv_cache.shape[1]
+    programs = max(c.programs_per_sm * sms // chunks, 1)
     arguments = dict(
         q=call.q.view(torch.uint8), q_stride_b=call.q.stride(0) // 16, q_stride_n=call.q.stride(1) // 16,
         q_stride_h=call.q.stride(2) // 16, cache=call.kv_cache.view(torch.uint8),
@@ -88,11 +89,16 @@ def launches(
         table=call.block_table, table_stride=call.block_table.stride(0), out=out, out_stride=out.stride(0),
         maxima=call.block_table if maxima is None else maxima, maxima_stride=0 if maxima is None else maxima.stride(0),
         units=-(-call.max_context_len // 256), B=B, limit=min(call.max_context_len, call.block_table.shape[1] * page),
-        chunk=-(-rows // chunks), H=H, PAGE=page, NQ=nq, ROWS=block, MAXIMA=maxima is not None, CARRY=c.carry,
+        chunk=-(-rows // chunks), H=H, PAGE=page, NQ=nq, ROWS=block, MAXIMA=maxima is not None,
+        GROUPS=-(-next_n // nq) if c.lean else 0, PROGRAMS=programs if c.lean and chunks == 1 else 0,
+        LANES=32 if c.lean else block, ASK=c.ask, SKEW=c.skew, IDS=c.ids, KEYS=c.keys, STORE=c.store,
+        EARLY=0 if _INTERPRETED else c.early,
         STAGES=c.num_stages, COMPUTE=tl.float8e4nv if arch in FP8_PRODUCTS and not _INTERPRETED else tl.float16,
         num_warps=c.num_warps, num_stages=c.num_stages,
     )  # fmt: skip
-    return [(logits_kernel, (max(c.programs_per_sm * sms // chunks, 1), chunks), arguments)]
+    if c.early and not _INTERPRETED:
+        arguments["launch_pdl"] = True
+    return [(logits_kernel, (programs, chunks), arguments)]
 
 
 def fp8_paged_mqa_logits(
@@ -204,7 +210,9 @@ def warm_up(
     """Compile and load every variant that calls with these next_n, heads and page can need, whatever B and lengths."""
     arch, sms = target(torch.device(device))
     for n in next_n:
-        for B in (1, _MANY_ROWS):
+        groups = 1 if n == 1 else -(-n // 2)
+        for rows in (groups, 64, _MANY_ROWS, _MANY_ROWS + groups):
+            B = rows // groups
             call = _smallest(B, n, heads, page, device)
             out = torch.empty(B * n, 256, device=device)
             for with_maxima in maxima:

@@ -8,16 +8,43 @@ from dsv4lab.kernels import choices
 
 @dataclass(frozen=True)
 class Config:
-    """One compiled variant. carry: page ids ride in a register, one page ahead; otherwise through the pipeline too."""
+    """One compiled variant.
+
+    ids: where page ids wait: "carried" in a register, one page ahead; "piped" through the pipeline, as keys do; "lanes"
+      in the registers of a warp, 32 at a time.
+    lean: rows are searched 32 at a time by every warp for itself, and what is divided by is compiled in.
+    ask: page ids and queries are asked for before the lengths are known.
+    skew: pages that starting a row counts for in a share. keys, store: cache hints of what is read and written.
+    early: 1: launched while the kernel before still ends (sm_90 on), and waits for it; 2: lets the next one do so too.
+    """
 
     num_warps: int
     num_stages: int
     programs_per_sm: int
-    carry: bool = True
+    ids: str = "carried"
+    lean: bool = False
+    ask: bool = False
+    skew: int = 0
+    keys: str = ""
+    store: str = "evict_last"
+    early: int = 0
 
     @property
     def name(self) -> str:
-        return f"w{self.num_warps}_s{self.num_stages}_x{self.programs_per_sm}{'' if self.carry else '_piped'}"
+        extra = (
+            ("lean", self.lean),
+            ("ask", self.ask),
+            (f"skew{self.skew}", self.skew),
+            (f"keys_{self.keys}", self.keys),
+        )
+        extra += (
+            (f"ids_{self.ids}", self.ids != "carried"),
+            ("plain", not self.store),
+            (f"early{self.early}", self.early),
+        )
+        return "_".join(
+            (f"w{self.num_warps}_s{self.num_stages}_x{self.programs_per_sm}", *(n for n, on in extra if on))
+        )
 
 
 @dataclass(frozen=True)
@@ -52,7 +79,7 @@ SWEEP = (
     *(Config(4, 3, programs) for programs in (2, 3, 4, 5, 6)),
     *(Config(4, 4, programs) for programs in (2, 3, 4, 5)),
     *(Config(4, 5, programs) for programs in (2, 4)),
-    *(Config(4, stages, 4, carry=False) for stages in (4, 5, 7)),
+    *(Config(4, stages, 4, ids="piped") for stages in (4, 5, 7)),
 )
 
 

@@ -7,6 +7,7 @@ scales stream through shared memory, `num_stages` pages ahead, and the page ids 
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dsv4lab.kernels.rows import query_length, store_maxima
 
@@ -24,12 +25,33 @@ def _operand(x, COMPUTE: tl.constexpr):
 
 
 @triton.jit
-def _store_query(x, p, n, out, maxima, units, PAGE: tl.constexpr, MAXIMA: tl.constexpr):
+def _store_query(x, p, n, out, maxima, units, PAGE: tl.constexpr, MAXIMA: tl.constexpr, STORE: tl.constexpr):
     """One query's logits [PAGE] of its page p, of n keys in all."""
     t = p * PAGE + tl.arange(0, PAGE)
-    tl.store(out + t, x, mask=t < n, eviction_policy="evict_last")  # the top-k reads them next
+    tl.store(out + t, x, mask=t < n, eviction_policy=STORE)  # the top-k reads them next
     if MAXIMA:
         store_maxima(maxima, tl.where(t < n, x, float("nan")), p * PAGE, n, units, PAGE)
+
+
+@triton.jit
+def _ask(
+    q, q_stride_b, q_stride_n, q_stride_h, table, table_stride, first_row, rows, groups, next_n, limit,
+    H: tl.constexpr, PAGE: tl.constexpr, NQ: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Loads page ids and queries into the L2 before the lengths say which are this program's; nothing waits for them.
+
+    All programs together ask for each row's first ids, 16 a program, and for each query, 128 x 32 bytes a program.
+    """
+    i = tl.program_id(0)
+    row = first_row + i % ROWS
+    at = i // ROWS * 16 + tl.arange(0, 16)
+    known = (row < rows) & (at < tl.cdiv(limit, PAGE))
+    tl.load(table + (row // groups).to(tl.int64) * table_stride + at, mask=known, other=0, volatile=True)
+    part = i * 128 + tl.arange(0, 128)
+    row = first_row + part // (NQ * H * 4)
+    j = row % groups * NQ + part // (H * 4) % NQ
+    at = (row // groups).to(tl.int64) * q_stride_b + j * q_stride_n + part // 4 % H * q_stride_h + part % 4 * 2
+    tl.load((q + at * 16).to(tl.pointer_type(tl.int32)), mask=(row < rows) & (j < next_n), other=0, volatile=True)
 
 
 @triton.jit(
@@ -45,31 +67,58 @@ def logits_kernel(
     lengths, length_stride_b, length_stride_n, length_step, table, table_stride,
     out, out_stride, maxima, maxima_stride, units, B, next_n, limit, chunk,
     H: tl.constexpr, PAGE: tl.constexpr, NQ: tl.constexpr, ROWS: tl.constexpr, MAXIMA: tl.constexpr,
-    CARRY: tl.constexpr, STAGES: tl.constexpr, COMPUTE: tl.constexpr,
+    STAGES: tl.constexpr, COMPUTE: tl.constexpr, GROUPS: tl.constexpr, PROGRAMS: tl.constexpr, LANES: tl.constexpr,
+    ASK: tl.constexpr, SKEW: tl.constexpr, IDS: tl.constexpr, KEYS: tl.constexpr, STORE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (programs, chunks). A row is NQ queries of one request, which share its keys; a chunk is up to ROWS rows.
 
     Strides of q and cache count 16 bytes, those of the rest elements.
     """
-    groups = tl.cdiv(next_n, NQ)
+    groups = tl.cdiv(next_n, NQ) if GROUPS == 0 else GROUPS  # a division by a constant is none
+    programs = tl.num_programs(0) if PROGRAMS == 0 else PROGRAMS
     rows = B * groups
     first_row = tl.program_id(1) * chunk
-    r = first_row + tl.arange(0, ROWS)
-    mine = (tl.arange(0, ROWS) < chunk) & (r < rows)
-    last_query = tl.minimum((r % groups) * NQ + NQ, next_n) - 1
-    n = query_length(
-        lengths, length_stride_b, length_stride_n, length_step, r // groups, last_query, next_n, limit, mine
-    )
-    if NQ > 1:  # lengths of their own need not grow with the query
-        first_query = (r % groups) * NQ
-        n = tl.maximum(n, query_length(
-            lengths, length_stride_b, length_stride_n, length_step, r // groups, first_query, next_n, limit, mine
-        ))  # fmt: skip
-    ends = tl.cumsum(tl.cdiv(n, PAGE), 0)
-    total = tl.max(ends, 0)
-    share = tl.cdiv(total, tl.num_programs(0))
-    full = tl.num_programs(0)  # programs with a whole share; small shares are better aligned than even
+    if EARLY > 0:  # launched while the kernel before still runs: nothing of memory is touched before it has ended
+        gdc_wait()
+        if EARLY > 1:
+            gdc_launch_dependents()
+    counts = ()  # pages of LANES rows each: no more than a warp's are scanned and searched without a barrier
+    for i in tl.static_range(ROWS // LANES):
+        r = first_row + i * LANES + tl.arange(0, LANES)
+        mine = r < tl.minimum(first_row + chunk, rows)
+        last_query = tl.minimum((r % groups) * NQ + NQ, next_n) - 1
+        n = query_length(
+            lengths, length_stride_b, length_stride_n, length_step, r // groups, last_query, next_n, limit, mine
+        )
+        if NQ > 1:  # lengths of their own need not grow with the query
+            first_query = (r % groups) * NQ
+            n = tl.maximum(n, query_length(
+                lengths, length_stride_b, length_stride_n, length_step, r // groups, first_query, next_n, limit, mine
+            ))  # fmt: skip
+        counts += (tl.cdiv(n, PAGE),)
+    if ASK:
+        _ask(
+            q, q_stride_b, q_stride_n, q_stride_h, table, table_stride, first_row, rows, groups, next_n, limit, H, PAGE,
+            NQ, ROWS,
+        )  # fmt: skip
+    ends, lives = (), ()  # pages, and rows with any, up to each row's end
+    total, live = 0, 0
+    for i in tl.static_range(ROWS // LANES):
+        ends += (total + tl.cumsum(counts[i], 0),)
+        total += tl.sum(counts[i], 0)
+        if SKEW > 0:
+            some = (counts[i] > 0).to(tl.int32)
+            lives += (live + tl.cumsum(some, 0),)
+            live += tl.sum(some, 0)
+    share = tl.cdiv(total, programs)
+    full = programs  # programs with a whole share; small shares are better aligned than even
+    skew = 0
     if share > 8:
+        if SKEW > 0:
+            skew = SKEW
+            total += skew * live
+            share = tl.cdiv(total, programs)
         full -= share * full - total
     lo = tl.program_id(0) * share - tl.maximum(tl.program_id(0) - full, 0)
     hi = tl.minimum(lo + share - (tl.program_id(0) >= full).to(tl.int32), total)
@@ -82,11 +131,19 @@ def logits_kernel(
     d = tl.arange(0, 128)
     t = tl.arange(0, PAGE)
     c = tl.arange(0, NQ * H)
+    lane = tl.arange(0, 32)
     while lo < hi:
-        before = ends <= lo
-        row = first_row + tl.sum(before.to(tl.int32), 0)
-        row_start = tl.max(tl.where(before, ends, 0), 0)
-        segment_end = tl.minimum(tl.min(tl.where(before, MANY, ends), 0), hi)
+        row = first_row
+        row_start = 0
+        segment_end = hi
+        for i in tl.static_range(ROWS // LANES):
+            end = ends[i]
+            if SKEW > 0:
+                end += skew * lives[i]
+            before = end <= lo
+            row += tl.sum(before.to(tl.int32), 0)
+            row_start = tl.maximum(row_start, tl.max(tl.where(before, end, 0), 0))
+            segment_end = tl.minimum(segment_end, tl.min(tl.where(before, MANY, end), 0))
         b = (row // groups).to(tl.int64)
         j0 = (row % groups) * NQ
         j = j0 + c // H
@@ -101,27 +158,38 @@ def logits_kernel(
                 lengths, length_stride_b, length_stride_n, length_step, b, j0 + 1, next_n, limit, j0 + 1 < next_n
             )
         pages = table + b * table_stride
-        start = lo - row_start
-        stop = segment_end - row_start
-        page = tl.load(pages + start)
+        start = tl.maximum(lo - row_start - skew, 0)
+        stop = segment_end - row_start - skew
+        if IDS == "lanes":
+            ids = tl.load(pages + start + lane, mask=start + lane < stop, other=0)
+            later = tl.load(pages + start + 32 + lane, mask=start + 32 + lane < stop, other=0)
+            page = tl.sum(tl.where(lane == 0, ids, 0), 0)
+        else:
+            page = tl.load(pages + start, mask=start < stop, other=0)
         for p in tl.range(start, stop, num_stages=STAGES):
-            if not CARRY:
+            if IDS == "piped":
                 page = tl.load(pages + p)
             known = page.to(tl.uint32, bitcast=True) < num_pages
             base = tl.where(known, page, 0).to(tl.int64) * page_stride
-            k = tl.load(values + base * 16 + (t * 128)[:, None] + d[None, :])
+            k = tl.load(values + base * 16 + (t * 128)[:, None] + d[None, :], eviction_policy=KEYS)
             scale = tl.load(scales + base * 4 + PAGE * 32 + t)
-            if CARRY:
+            if IDS == "carried":
                 page = tl.load(pages + p + 1, mask=p + 1 < stop, other=0)
+            elif IDS == "lanes":
+                at = (p + 1 - start) % 32
+                ids = tl.where(at == 0, later, ids)
+                ahead = p + 33 + lane
+                later = tl.load(pages + ahead, mask=(at == 0) & (ahead < stop), other=later)
+                page = tl.sum(tl.where(lane == at, ids, 0), 0)
             x = tl.maximum(tl.dot(_operand(k, COMPUTE), queries_t), 0.0) * w[None, :]
             if COMPUTE != tl.float8e4nv:
                 scale *= 65536.0
             if NQ == 1:
                 x = tl.where(known, tl.sum(x, 1) * scale, float("-inf"))
-                _store_query(x, p, n0, out_row, maxima_row, units, PAGE, MAXIMA)
+                _store_query(x, p, n0, out_row, maxima_row, units, PAGE, MAXIMA, STORE)
             else:
                 x = tl.sum(tl.reshape(x, (PAGE, NQ, H)), 2) * scale[:, None]
                 x0, x1 = tl.split(tl.where(known, x, float("-inf")))
-                _store_query(x0, p, n0, out_row, maxima_row, units, PAGE, MAXIMA)
-                _store_query(x1, p, n1, out_row + out_stride, maxima_row + maxima_stride, units, PAGE, MAXIMA)
+                _store_query(x0, p, n0, out_row, maxima_row, units, PAGE, MAXIMA, STORE)
+                _store_query(x1, p, n1, out_row + out_stride, maxima_row + maxima_stride, units, PAGE, MAXIMA, STORE)
         lo = segment_end
