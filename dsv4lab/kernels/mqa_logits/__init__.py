@@ -77,10 +77,11 @@ def launches(
     B, next_n, H, _ = call.q.shape
     nq = 1 if next_n == 1 else 2
     rows = B * -(-next_n // nq)
-    block = next(block for block in ((32, 64, 256) if c.lean else (32, 256)) if rows <= block or block == 256)
+    block = next(block for block in (32, 64, _MANY_ROWS) if rows <= block or block == _MANY_ROWS)
     chunks = -(-rows // block)
     page = call.kv_cache.shape[1]
-    programs = max(c.programs_per_sm * sms // chunks, 1)
+    programs, few = (max(each * sms // chunks, 1) for each in (c.programs_per_sm, c.few or c.programs_per_sm))
+    early = c.early and not _INTERPRETED
     arguments = dict(
         q=call.q.view(torch.uint8), q_stride_b=call.q.stride(0) // 16, q_stride_n=call.q.stride(1) // 16,
         q_stride_h=call.q.stride(2) // 16, cache=call.kv_cache.view(torch.uint8),
@@ -90,14 +91,11 @@ def launches(
         maxima=call.block_table if maxima is None else maxima, maxima_stride=0 if maxima is None else maxima.stride(0),
         units=-(-call.max_context_len // 256), B=B, limit=min(call.max_context_len, call.block_table.shape[1] * page),
         chunk=-(-rows // chunks), H=H, PAGE=page, NQ=nq, ROWS=block, MAXIMA=maxima is not None,
-        GROUPS=-(-next_n // nq) if c.lean else 0, PROGRAMS=programs if c.lean and chunks == 1 else 0,
-        LANES=32 if c.lean else block, ASK=c.ask, SKEW=c.skew, IDS=c.ids, KEYS=c.keys, STORE=c.store,
-        EARLY=0 if _INTERPRETED else c.early,
+        GROUPS=-(-next_n // nq), PROGRAMS=programs if chunks == 1 else 0, FEW=few if chunks == 1 else 0,
+        LANES=c.lanes, EARLY=early,
         STAGES=c.num_stages, COMPUTE=tl.float8e4nv if arch in FP8_PRODUCTS and not _INTERPRETED else tl.float16,
-        num_warps=c.num_warps, num_stages=c.num_stages,
+        num_warps=c.num_warps, num_stages=c.num_stages, launch_pdl=early,
     )  # fmt: skip
-    if c.early and not _INTERPRETED:
-        arguments["launch_pdl"] = True
     return [(logits_kernel, (programs, chunks), arguments)]
 
 
@@ -251,8 +249,8 @@ def describe(arch: str) -> list[str]:
 def static_launches(arch: str) -> Iterator[tuple[str, list[tuple]]]:
     """The launches of every variant an architecture can meet, on CPU tensors, by name."""
     for next_n in (1, 2):
-        for B in (1, _MANY_ROWS):
+        for B, rows in ((1, "B <= 32"), (64, "B <= 64"), (_MANY_ROWS, "B > 64")):
             for maxima in (None, torch.empty(B * next_n, 128, dtype=torch.int32)):
                 call = _smallest(B, next_n, DSV4_FLASH.index_n_heads, PAGE, "cpu")
-                name = f"next_n {next_n}, B {'<=' if B == 1 else '>'} 32{', maxima' if maxima is not None else ''}"
+                name = f"next_n {next_n}, {rows}{', maxima' if maxima is not None else ''}"
                 yield name, launches(call, torch.empty(B * next_n, 256), maxima, arch=arch, sms=1)

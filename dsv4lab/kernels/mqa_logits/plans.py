@@ -8,43 +8,22 @@ from dsv4lab.kernels import choices
 
 @dataclass(frozen=True)
 class Config:
-    """One compiled variant.
+    """Warps of a program, pages in flight, programs an SM, and how many of those share out few pages (0: all).
 
-    ids: where page ids wait: "carried" in a register, one page ahead; "piped" through the pipeline, as keys do; "lanes"
-      in the registers of a warp, 32 at a time.
-    lean: rows are searched 32 at a time by every warp for itself, and what is divided by is compiled in.
-    ask: page ids and queries are asked for before the lengths are known.
-    skew: pages that starting a row counts for in a share. keys, store: cache hints of what is read and written.
-    early: 1: launched while the kernel before still ends (sm_90 on), and waits for it; 2: lets the next one do so too.
+    lanes: a warp holds 32 page ids, else one. early: launched while the kernel before still runs (from sm_90 on).
     """
 
     num_warps: int
     num_stages: int
     programs_per_sm: int
-    ids: str = "carried"
-    lean: bool = False
-    ask: bool = False
-    skew: int = 0
-    keys: str = ""
-    store: str = "evict_last"
-    early: int = 0
+    few: int = 0
+    lanes: bool = False
+    early: bool = False
 
     @property
     def name(self) -> str:
-        extra = (
-            ("lean", self.lean),
-            ("ask", self.ask),
-            (f"skew{self.skew}", self.skew),
-            (f"keys_{self.keys}", self.keys),
-        )
-        extra += (
-            (f"ids_{self.ids}", self.ids != "carried"),
-            ("plain", not self.store),
-            (f"early{self.early}", self.early),
-        )
-        return "_".join(
-            (f"w{self.num_warps}_s{self.num_stages}_x{self.programs_per_sm}", *(n for n, on in extra if on))
-        )
+        extra = f"few{self.few}" * bool(self.few), "lanes" * self.lanes, "early" * self.early
+        return "_".join(filter(None, (f"w{self.num_warps}_s{self.num_stages}_x{self.programs_per_sm}", *extra)))
 
 
 @dataclass(frozen=True)
@@ -68,18 +47,19 @@ MEASURED = "records/mqa_logits_h200_20261129T214610Z.jsonl"
 TABLE = {
     "sm_80": Choice(Config(4, 4, 3), Config(4, 4, 2), COMPILED),
     "sm_89": Choice(Config(4, 4, 2), Config(4, 4, 2), COMPILED),
-    "sm_90": Choice(Config(4, 3, 4), Config(4, 3, 2), MEASURED),
-    "sm_120": Choice(Config(4, 4, 2), Config(4, 4, 2), COMPILED),
+    "sm_90": Choice(Config(4, 3, 5, few=4, early=True), Config(4, 3, 2, early=True), MEASURED),
+    "sm_120": Choice(Config(4, 4, 2, early=True), Config(4, 4, 2, early=True), COMPILED),
 }
 RELATIVE = {"sm_86": "sm_80", "sm_87": "sm_80", "sm_121": "sm_120"}
 FP8_PRODUCTS = ("sm_89", "sm_90", "sm_120", "sm_121")
 """Architectures whose tensor cores multiply e4m3; the others multiply fp16, decoded in software."""
 
 SWEEP = (
-    *(Config(4, 3, programs) for programs in (2, 3, 4, 5, 6)),
-    *(Config(4, 4, programs) for programs in (2, 3, 4, 5)),
-    *(Config(4, 5, programs) for programs in (2, 4)),
-    *(Config(4, stages, 4, ids="piped") for stages in (4, 5, 7)),
+    *(Config(4, 3, programs, early=True) for programs in (2, 3, 4)),
+    *(Config(4, 3, programs, few, early=True) for programs, few in ((5, 4), (6, 4))),
+    *(Config(4, 4, programs, few, early=True) for programs, few in ((4, 0), (5, 4))),
+    *(Config(4, 3, programs, few, lanes=True, early=True) for programs, few in ((4, 0), (5, 4))),
+    Config(4, 3, 4),
 )
 
 

@@ -7,11 +7,15 @@ scales stream through shared memory, `num_stages` pages ahead, and the page ids 
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
 from dsv4lab.kernels.rows import query_length, store_maxima
 
 MANY = tl.constexpr(2**31 - 1)
+SKEW = tl.constexpr(4)
+"""Pages that starting a row counts for where shares are large: its pipeline has to fill again."""
+SMALL = tl.constexpr(8)
+"""Pages of a share up to which it is better aligned to rows than even."""
 
 
 @triton.jit
@@ -25,10 +29,10 @@ def _operand(x, COMPUTE: tl.constexpr):
 
 
 @triton.jit
-def _store_query(x, p, n, out, maxima, units, PAGE: tl.constexpr, MAXIMA: tl.constexpr, STORE: tl.constexpr):
+def _store_query(x, p, n, out, maxima, units, PAGE: tl.constexpr, MAXIMA: tl.constexpr):
     """One query's logits [PAGE] of its page p, of n keys in all."""
     t = p * PAGE + tl.arange(0, PAGE)
-    tl.store(out + t, x, mask=t < n, eviction_policy=STORE)  # the top-k reads them next
+    tl.store(out + t, x, mask=t < n, eviction_policy="evict_last")  # the top-k reads them next
     if MAXIMA:
         store_maxima(maxima, tl.where(t < n, x, float("nan")), p * PAGE, n, units, PAGE)
 
@@ -67,58 +71,54 @@ def logits_kernel(
     lengths, length_stride_b, length_stride_n, length_step, table, table_stride,
     out, out_stride, maxima, maxima_stride, units, B, next_n, limit, chunk,
     H: tl.constexpr, PAGE: tl.constexpr, NQ: tl.constexpr, ROWS: tl.constexpr, MAXIMA: tl.constexpr,
-    STAGES: tl.constexpr, COMPUTE: tl.constexpr, GROUPS: tl.constexpr, PROGRAMS: tl.constexpr, LANES: tl.constexpr,
-    ASK: tl.constexpr, SKEW: tl.constexpr, IDS: tl.constexpr, KEYS: tl.constexpr, STORE: tl.constexpr,
-    EARLY: tl.constexpr,
+    STAGES: tl.constexpr, COMPUTE: tl.constexpr, GROUPS: tl.constexpr, PROGRAMS: tl.constexpr, FEW: tl.constexpr,
+    LANES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (programs, chunks). A row is NQ queries of one request, which share its keys; a chunk is up to ROWS rows.
 
-    Strides of q and cache count 16 bytes, those of the rest elements.
+    Strides of q and cache count 16 bytes, those of the rest elements. A request has GROUPS rows; all PROGRAMS share out
+    pages, or FEW of them where shares are small: division by a constant is none. 0: as many as there are. Of page ids
+    LANES a warp holds 32, not one.
     """
-    groups = tl.cdiv(next_n, NQ) if GROUPS == 0 else GROUPS  # a division by a constant is none
     programs = tl.num_programs(0) if PROGRAMS == 0 else PROGRAMS
-    rows = B * groups
+    few = tl.num_programs(0) if FEW == 0 else FEW
+    rows = B * GROUPS
     first_row = tl.program_id(1) * chunk
-    if EARLY > 0:  # launched while the kernel before still runs: nothing of memory is touched before it has ended
+    if EARLY:  # launched while the kernel before still runs: nothing of memory is touched before it has ended
         gdc_wait()
-        if EARLY > 1:
-            gdc_launch_dependents()
-    counts = ()  # pages of LANES rows each: no more than a warp's are scanned and searched without a barrier
-    for i in tl.static_range(ROWS // LANES):
-        r = first_row + i * LANES + tl.arange(0, LANES)
+    counts = ()  # pages of 32 rows each: what a warp holds is scanned and searched without a barrier
+    for i in tl.static_range(ROWS // 32):
+        r = first_row + i * 32 + tl.arange(0, 32)
         mine = r < tl.minimum(first_row + chunk, rows)
-        last_query = tl.minimum((r % groups) * NQ + NQ, next_n) - 1
+        last_query = tl.minimum((r % GROUPS) * NQ + NQ, next_n) - 1
         n = query_length(
-            lengths, length_stride_b, length_stride_n, length_step, r // groups, last_query, next_n, limit, mine
+            lengths, length_stride_b, length_stride_n, length_step, r // GROUPS, last_query, next_n, limit, mine
         )
         if NQ > 1:  # lengths of their own need not grow with the query
-            first_query = (r % groups) * NQ
+            first_query = (r % GROUPS) * NQ
             n = tl.maximum(n, query_length(
-                lengths, length_stride_b, length_stride_n, length_step, r // groups, first_query, next_n, limit, mine
+                lengths, length_stride_b, length_stride_n, length_step, r // GROUPS, first_query, next_n, limit, mine
             ))  # fmt: skip
         counts += (tl.cdiv(n, PAGE),)
-    if ASK:
-        _ask(
-            q, q_stride_b, q_stride_n, q_stride_h, table, table_stride, first_row, rows, groups, next_n, limit, H, PAGE,
-            NQ, ROWS,
-        )  # fmt: skip
+    _ask(
+        q, q_stride_b, q_stride_n, q_stride_h, table, table_stride, first_row, rows, GROUPS, next_n, limit, H, PAGE, NQ,
+        ROWS,
+    )  # fmt: skip
     ends, lives = (), ()  # pages, and rows with any, up to each row's end
     total, live = 0, 0
-    for i in tl.static_range(ROWS // LANES):
+    for i in tl.static_range(ROWS // 32):
+        some = (counts[i] > 0).to(tl.int32)
         ends += (total + tl.cumsum(counts[i], 0),)
+        lives += (live + tl.cumsum(some, 0),)
         total += tl.sum(counts[i], 0)
-        if SKEW > 0:
-            some = (counts[i] > 0).to(tl.int32)
-            lives += (live + tl.cumsum(some, 0),)
-            live += tl.sum(some, 0)
-    share = tl.cdiv(total, programs)
-    full = programs  # programs with a whole share; small shares are better aligned than even
+        live += tl.sum(some, 0)
+    share = tl.cdiv(total, few)
+    full = programs  # programs with a whole share
     skew = 0
-    if share > 8:
-        if SKEW > 0:
-            skew = SKEW
-            total += skew * live
-            share = tl.cdiv(total, programs)
+    if share > SMALL:
+        skew = SKEW
+        total += skew * live
+        share = tl.cdiv(total, programs)
         full -= share * full - total
     lo = tl.program_id(0) * share - tl.maximum(tl.program_id(0) - full, 0)
     hi = tl.minimum(lo + share - (tl.program_id(0) >= full).to(tl.int32), total)
@@ -136,16 +136,14 @@ def logits_kernel(
         row = first_row
         row_start = 0
         segment_end = hi
-        for i in tl.static_range(ROWS // LANES):
-            end = ends[i]
-            if SKEW > 0:
-                end += skew * lives[i]
+        for i in tl.static_range(ROWS // 32):
+            end = ends[i] + skew * lives[i]
             before = end <= lo
             row += tl.sum(before.to(tl.int32), 0)
             row_start = tl.maximum(row_start, tl.max(tl.where(before, end, 0), 0))
             segment_end = tl.minimum(segment_end, tl.min(tl.where(before, MANY, end), 0))
-        b = (row // groups).to(tl.int64)
-        j0 = (row % groups) * NQ
+        b = (row // GROUPS).to(tl.int64)
+        j0 = (row % GROUPS) * NQ
         j = j0 + c // H
         q_row = b * (q_stride_b * 16) + (j * (q_stride_n * 16) + (c % H) * (q_stride_h * 16))[:, None] + d[None, :]
         queries_t = tl.trans(_operand(tl.load(queries + q_row, mask=(j < next_n)[:, None], other=0.0), COMPUTE))
@@ -160,36 +158,34 @@ def logits_kernel(
         pages = table + b * table_stride
         start = tl.maximum(lo - row_start - skew, 0)
         stop = segment_end - row_start - skew
-        if IDS == "lanes":
+        if LANES:
             ids = tl.load(pages + start + lane, mask=start + lane < stop, other=0)
             later = tl.load(pages + start + 32 + lane, mask=start + 32 + lane < stop, other=0)
             page = tl.sum(tl.where(lane == 0, ids, 0), 0)
         else:
             page = tl.load(pages + start, mask=start < stop, other=0)
         for p in tl.range(start, stop, num_stages=STAGES):
-            if IDS == "piped":
-                page = tl.load(pages + p)
             known = page.to(tl.uint32, bitcast=True) < num_pages
             base = tl.where(known, page, 0).to(tl.int64) * page_stride
-            k = tl.load(values + base * 16 + (t * 128)[:, None] + d[None, :], eviction_policy=KEYS)
+            k = tl.load(values + base * 16 + (t * 128)[:, None] + d[None, :])
             scale = tl.load(scales + base * 4 + PAGE * 32 + t)
-            if IDS == "carried":
-                page = tl.load(pages + p + 1, mask=p + 1 < stop, other=0)
-            elif IDS == "lanes":
+            if LANES:
                 at = (p + 1 - start) % 32
                 ids = tl.where(at == 0, later, ids)
                 ahead = p + 33 + lane
                 later = tl.load(pages + ahead, mask=(at == 0) & (ahead < stop), other=later)
                 page = tl.sum(tl.where(lane == at, ids, 0), 0)
+            else:
+                page = tl.load(pages + p + 1, mask=p + 1 < stop, other=0)
             x = tl.maximum(tl.dot(_operand(k, COMPUTE), queries_t), 0.0) * w[None, :]
             if COMPUTE != tl.float8e4nv:
                 scale *= 65536.0
             if NQ == 1:
                 x = tl.where(known, tl.sum(x, 1) * scale, float("-inf"))
-                _store_query(x, p, n0, out_row, maxima_row, units, PAGE, MAXIMA, STORE)
+                _store_query(x, p, n0, out_row, maxima_row, units, PAGE, MAXIMA)
             else:
                 x = tl.sum(tl.reshape(x, (PAGE, NQ, H)), 2) * scale[:, None]
                 x0, x1 = tl.split(tl.where(known, x, float("-inf")))
-                _store_query(x0, p, n0, out_row, maxima_row, units, PAGE, MAXIMA, STORE)
-                _store_query(x1, p, n1, out_row + out_stride, maxima_row + maxima_stride, units, PAGE, MAXIMA, STORE)
+                _store_query(x0, p, n0, out_row, maxima_row, units, PAGE, MAXIMA)
+                _store_query(x1, p, n1, out_row + out_stride, maxima_row + maxima_stride, units, PAGE, MAXIMA)
         lo = segment_end
