@@ -4,11 +4,12 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from dsv4lab import numerics
+from dsv4lab import hardware, numerics
 from dsv4lab.kernels import hc_pre, launch, mqa_logits, replay, sparse_mla, topk
 from dsv4lab.kernels.sparse_mla import plans
 from dsv4lab.serving import adapters
 
+DEVICE = "cpu" if hardware.probe() is None else "cuda"
 NAN, INF = float("nan"), float("inf")
 
 
@@ -45,7 +46,7 @@ def padded(call: sparse_mla.Inputs, first: int, garbage: float) -> dict:
 )
 def test_a_rank_computes_its_own_heads_whatever_lies_in_the_others(tp, rank, place, garbage):
     own = 64 // tp
-    (call,) = sparse_mla.make_inputs(sparse_mla.Case("rank", 2, own, window=64, topk=64, lengths="mixed"), device="cpu")
+    (call,) = sparse_mla.make_inputs(sparse_mla.Case("rank", 2, own, window=64, topk=64, lengths="mixed"), device=DEVICE)
     first = rank * own if place == "in place" else 0
     given = padded(call, first, garbage)
     ours = adapters.attention("split_k", (lambda: rank) if place == "in place" else None)
@@ -84,19 +85,19 @@ def test_on_the_gpu_a_padded_call_is_bitwise_the_rank_s_own(tp, garbage, rows, t
 
 
 def test_without_a_layer_all_heads_are_computed():
-    (call,) = sparse_mla.make_inputs(sparse_mla.Case("all", 1, 64, window=64, topk=0), device="cpu")
+    (call,) = sparse_mla.make_inputs(sparse_mla.Case("all", 1, 64, window=64, topk=0), device=DEVICE)
     out, _ = adapters.attention("split_k", lambda: pytest.fail("no rank is needed"))(**sglang_call(call))
     assert torch.equal(out, sparse_mla.sparse_mla_decode(**vars(call))[0])
 
 
 def test_a_layer_without_extra_cache_and_a_prefill_of_odd_length_go_through():
-    (call,) = sparse_mla.make_inputs(sparse_mla.Case("prefill", 19, 8, window=64, topk=0), device="cpu")
+    (call,) = sparse_mla.make_inputs(sparse_mla.Case("prefill", 19, 8, window=64, topk=0), device=DEVICE)
     out, _ = adapters.attention("split_k")(**sglang_call(call))
     assert torch.equal(out, sparse_mla.sparse_mla_decode(**vars(call))[0])
 
 
 def test_another_value_width_is_refused():
-    (call,) = sparse_mla.make_inputs(sparse_mla.Case("width", 1, 8, topk=0), device="cpu")
+    (call,) = sparse_mla.make_inputs(sparse_mla.Case("width", 1, 8, topk=0), device=DEVICE)
     with pytest.raises(ValueError, match="head_dim_v must be that of q, 512, got 448"):
         adapters.attention("split_k")(**sglang_call(call) | {"head_dim_v": 448})
 
@@ -107,7 +108,7 @@ def every_call(device: str, rows: int, seed: int = 0, hidden: int = 256) -> Iter
         case = sparse_mla.Case(name, rows, 16, topk=positions, lengths="mixed")
         (call,) = sparse_mla.make_inputs(case, device=device, seed=seed)
         yield name, lambda call=call: adapters.attention("split_k")(**sglang_call(call))[0]
-    (call,) = mqa_logits.make_inputs(mqa_logits.Case("i", rows, 900, 900, lengths="mixed"), device=device, seed=seed)
+    (call,) = mqa_logits.make_inputs(mqa_logits.Case("i", rows, 900, 900), device=device, seed=seed)
     arguments = call.q, call.kv_cache, call.weights, call.context_lens, call.block_table, None, 900
     unseen = torch.arange(900, device=device) >= call.context_lens.view(-1, 1)
     yield "indexer", lambda: adapters.indexer("triton")(*arguments).masked_fill(unseen, 0)
@@ -124,7 +125,7 @@ def every_call(device: str, rows: int, seed: int = 0, hidden: int = 256) -> Iter
 
 
 def test_every_launch_is_on_memory_that_can_be_told_again(monkeypatch):
-    monkeypatch.setattr(adapters, "_workspace", lambda device: torch.empty(2**20))
+    monkeypatch.setattr(adapters, "_workspace", lambda device: torch.empty(2**20, device=device))
     seen = []
 
     def watched(call, key, tensors):
@@ -135,7 +136,7 @@ def test_every_launch_is_on_memory_that_can_be_told_again(monkeypatch):
         seen.append(bool(given) and all(replay._place(value, tensors, starts) for value in given))
 
     monkeypatch.setattr(adapters, "replay", watched)
-    names = [(name, call())[0] for name, call in every_call("cpu", 2)]
+    names = [(name, call())[0] for name, call in every_call(DEVICE, 2)]
     assert seen == [True] * len(names)
 
 
@@ -168,7 +169,7 @@ def test_one_workspace_holds_the_partial_results_of_every_call(arch):
 
 @pytest.fixture(scope="module")
 def index_call() -> mqa_logits.Inputs:
-    (call,) = mqa_logits.make_inputs(mqa_logits.Case("small", 3, 900, 900, lengths="mixed"), device="cpu")
+    (call,) = mqa_logits.make_inputs(mqa_logits.Case("small", 3, 900, 900, lengths="mixed"), device=DEVICE)
     return call
 
 
@@ -177,7 +178,7 @@ def indexed(call: mqa_logits.Inputs, impl: str, column: bool) -> tuple[torch.Ten
     logits = adapters.indexer(impl)(
         call.q, call.kv_cache, call.weights, lens, call.block_table, None, call.max_context_len, False
     )
-    out, raw = (torch.full((3, 512), -7, dtype=torch.int32) for _ in range(2))
+    out, raw = (torch.full((3, 512), -7, dtype=torch.int32, device=DEVICE) for _ in range(2))
     adapters.topk_transform(logits, call.context_lens, call.block_table, out, 64, raw)
     return out, raw
 
@@ -220,7 +221,7 @@ def test_mhc_pre_is_sglangs_but_for_its_product(rows):
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("impl", ["split_k", "split_k_bf16"])
 def test_our_mhc_pre_is_called_as_sglang_calls_its_own(impl, normed):
-    (call,) = hc_pre.make_inputs(hc_pre.Case("small", 3, 256, normed), device="cpu")
+    (call,) = hc_pre.make_inputs(hc_pre.Case("small", 3, 256, normed), device=DEVICE)
     call.hc_fn.requires_grad_()
     layer = types.SimpleNamespace(rms_norm_eps=1e-6, hc_mult=4, hc_sinkhorn_iters=20, hc_eps=1e-6)
     norm = types.SimpleNamespace(weight=call.norm_weight, variance_epsilon=0.5) if normed else None
@@ -237,7 +238,7 @@ def test_our_mhc_pre_is_called_as_sglang_calls_its_own(impl, normed):
 
 
 def test_weights_are_asked_for_early_but_not_while_they_are_cast(monkeypatch):
-    (call,) = hc_pre.make_inputs(hc_pre.Case("small", 1, 256), device="cpu")
+    (call,) = hc_pre.make_inputs(hc_pre.Case("small", 1, 256), device=DEVICE)
     layer = types.SimpleNamespace(rms_norm_eps=1e-6, hc_mult=4, hc_sinkhorn_iters=20, hc_eps=1e-6)
     seen = []
     monkeypatch.setattr(hc_pre, "hc_pre", lambda *_, weights_ready, **__: seen.append(weights_ready) or (0, 0, 0))

@@ -80,7 +80,7 @@ def launches(
     block = next(block for block in (32, 64, _MANY_ROWS) if rows <= block or block == _MANY_ROWS)
     chunks = -(-rows // block)
     page = call.kv_cache.shape[1]
-    programs, few = (max(each * sms // chunks, 1) for each in (c.programs_per_sm, c.few or c.programs_per_sm))
+    programs = max(c.programs_per_sm * sms // chunks, 1)
     early = c.early and not _INTERPRETED
     arguments = dict(
         q=call.q.view(torch.uint8), q_stride_b=call.q.stride(0) // 16, q_stride_n=call.q.stride(1) // 16,
@@ -91,8 +91,7 @@ def launches(
         maxima=call.block_table if maxima is None else maxima, maxima_stride=0 if maxima is None else maxima.stride(0),
         units=-(-call.max_context_len // 256), B=B, limit=min(call.max_context_len, call.block_table.shape[1] * page),
         chunk=-(-rows // chunks), H=H, PAGE=page, NQ=nq, ROWS=block, MAXIMA=maxima is not None,
-        GROUPS=-(-next_n // nq), PROGRAMS=programs if chunks == 1 else 0, FEW=few if chunks == 1 else 0,
-        LANES=c.lanes, EARLY=early,
+        GROUPS=-(-next_n // nq), PROGRAMS=programs if chunks == 1 else 0, EARLY=early,
         STAGES=c.num_stages, COMPUTE=tl.float8e4nv if arch in FP8_PRODUCTS and not _INTERPRETED else tl.float16,
         num_warps=c.num_warps, num_stages=c.num_stages, launch_pdl=early,
     )  # fmt: skip

@@ -8,22 +8,17 @@ from dsv4lab.kernels import choices
 
 @dataclass(frozen=True)
 class Config:
-    """Warps of a program, pages in flight, programs an SM, and how many of those share out few pages (0: all).
-
-    lanes: a warp holds 32 page ids, else one. early: launched while the kernel before still runs (from sm_90 on).
-    """
+    """Warps of a program, pages in flight, programs an SM. early: launched while the kernel before still runs (from
+    sm_90 on)."""
 
     num_warps: int
     num_stages: int
     programs_per_sm: int
-    few: int = 0
-    lanes: bool = False
     early: bool = False
 
     @property
     def name(self) -> str:
-        extra = f"few{self.few}" * bool(self.few), "lanes" * self.lanes, "early" * self.early
-        return "_".join(filter(None, (f"w{self.num_warps}_s{self.num_stages}_x{self.programs_per_sm}", *extra)))
+        return f"w{self.num_warps}_s{self.num_stages}_x{self.programs_per_sm}{'_early' * self.early}"
 
 
 @dataclass(frozen=True)
@@ -47,7 +42,7 @@ MEASURED = "records/mqa_logits_h200_20261129T214610Z.jsonl"
 TABLE = {
     "sm_80": Choice(Config(4, 4, 3), Config(4, 4, 2), COMPILED),
     "sm_89": Choice(Config(4, 4, 2), Config(4, 4, 2), COMPILED),
-    "sm_90": Choice(Config(4, 3, 5, few=4, early=True), Config(4, 3, 2, early=True), MEASURED),
+    "sm_90": Choice(Config(4, 3, 4, early=True), Config(4, 3, 2, early=True), MEASURED),
     "sm_120": Choice(Config(4, 4, 2, early=True), Config(4, 4, 2, early=True), COMPILED),
 }
 RELATIVE = {"sm_86": "sm_80", "sm_87": "sm_80", "sm_121": "sm_120"}
@@ -55,11 +50,10 @@ FP8_PRODUCTS = ("sm_89", "sm_90", "sm_120", "sm_121")
 """Architectures whose tensor cores multiply e4m3; the others multiply fp16, decoded in software."""
 
 SWEEP = (
-    *(Config(4, 3, programs, early=True) for programs in (2, 3, 4)),
-    *(Config(4, 3, programs, few, early=True) for programs, few in ((5, 4), (6, 4))),
-    *(Config(4, 4, programs, few, early=True) for programs, few in ((4, 0), (5, 4))),
-    *(Config(4, 3, programs, few, lanes=True, early=True) for programs, few in ((4, 0), (5, 4))),
-    Config(4, 3, 4),
+    *(Config(4, 3, programs, early=True) for programs in (2, 3, 4, 5, 6)),
+    *(Config(4, 4, programs, early=True) for programs in (2, 3, 4, 5)),
+    Config(4, 5, 4, early=True),
+    *(Config(4, 3, programs) for programs in (2, 4)),
 )
 
 

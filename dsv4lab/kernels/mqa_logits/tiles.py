@@ -71,17 +71,14 @@ def logits_kernel(
     lengths, length_stride_b, length_stride_n, length_step, table, table_stride,
     out, out_stride, maxima, maxima_stride, units, B, next_n, limit, chunk,
     H: tl.constexpr, PAGE: tl.constexpr, NQ: tl.constexpr, ROWS: tl.constexpr, MAXIMA: tl.constexpr,
-    STAGES: tl.constexpr, COMPUTE: tl.constexpr, GROUPS: tl.constexpr, PROGRAMS: tl.constexpr, FEW: tl.constexpr,
-    LANES: tl.constexpr, EARLY: tl.constexpr,
+    STAGES: tl.constexpr, COMPUTE: tl.constexpr, GROUPS: tl.constexpr, PROGRAMS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (programs, chunks). A row is NQ queries of one request, which share its keys; a chunk is up to ROWS rows.
 
-    Strides of q and cache count 16 bytes, those of the rest elements. A request has GROUPS rows; all PROGRAMS share out
-    pages, or FEW of them where shares are small: division by a constant is none. 0: as many as there are. Of page ids
-    LANES a warp holds 32, not one.
+    Strides of q and cache count 16 bytes, those of the rest elements. A request has GROUPS rows, and PROGRAMS share
+    them out (0: as many as there are): a division by a constant is none.
     """
     programs = tl.num_programs(0) if PROGRAMS == 0 else PROGRAMS
-    few = tl.num_programs(0) if FEW == 0 else FEW
     rows = B * GROUPS
     first_row = tl.program_id(1) * chunk
     if EARLY:  # launched while the kernel before still runs: nothing of memory is touched before it has ended
@@ -112,7 +109,7 @@ def logits_kernel(
         lives += (live + tl.cumsum(some, 0),)
         total += tl.sum(counts[i], 0)
         live += tl.sum(some, 0)
-    share = tl.cdiv(total, few)
+    share = tl.cdiv(total, programs)
     full = programs  # programs with a whole share
     skew = 0
     if share > SMALL:
@@ -131,7 +128,6 @@ def logits_kernel(
     d = tl.arange(0, 128)
     t = tl.arange(0, PAGE)
     c = tl.arange(0, NQ * H)
-    lane = tl.arange(0, 32)
     while lo < hi:
         row = first_row
         row_start = 0
@@ -158,25 +154,13 @@ def logits_kernel(
         pages = table + b * table_stride
         start = tl.maximum(lo - row_start - skew, 0)
         stop = segment_end - row_start - skew
-        if LANES:
-            ids = tl.load(pages + start + lane, mask=start + lane < stop, other=0)
-            later = tl.load(pages + start + 32 + lane, mask=start + 32 + lane < stop, other=0)
-            page = tl.sum(tl.where(lane == 0, ids, 0), 0)
-        else:
-            page = tl.load(pages + start, mask=start < stop, other=0)
+        page = tl.load(pages + start, mask=start < stop, other=0)
         for p in tl.range(start, stop, num_stages=STAGES):
             known = page.to(tl.uint32, bitcast=True) < num_pages
             base = tl.where(known, page, 0).to(tl.int64) * page_stride
             k = tl.load(values + base * 16 + (t * 128)[:, None] + d[None, :])
             scale = tl.load(scales + base * 4 + PAGE * 32 + t)
-            if LANES:
-                at = (p + 1 - start) % 32
-                ids = tl.where(at == 0, later, ids)
-                ahead = p + 33 + lane
-                later = tl.load(pages + ahead, mask=(at == 0) & (ahead < stop), other=later)
-                page = tl.sum(tl.where(lane == at, ids, 0), 0)
-            else:
-                page = tl.load(pages + p + 1, mask=p + 1 < stop, other=0)
+            page = tl.load(pages + p + 1, mask=p + 1 < stop, other=0)
             x = tl.maximum(tl.dot(_operand(k, COMPUTE), queries_t), 0.0) * w[None, :]
             if COMPUTE != tl.float8e4nv:
                 scale *= 65536.0

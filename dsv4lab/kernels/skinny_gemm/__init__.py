@@ -151,6 +151,7 @@ def skinny_gemm(
     out: Tensor | None = None,
     workspace: Tensor | None = None,
     tickets: Tensor | None = None,
+    weights_ready: bool = False,
     config: Config | None = None,
 ) -> Tensor:
     """scale * x w^T + bias, [M, N] in fp32.
@@ -160,7 +161,8 @@ def skinny_gemm(
     workspace: contiguous fp32, at least `workspace_numel(M, N, K, config)`, any contents; allocated if absent.
     tickets: contiguous int32, one for each output tile, zero before the first call and after every call; no two calls
       that may run at once share them. Only configs that combine in the last block need them.
-    config: overrides the table's choice.
+    weights_ready: no kernel that may still run writes w, as none does with a weight of a model: w may then be read
+      before the kernel in front has ended. config: overrides the table's choice.
 
     Raises ValueError naming the argument and what it was, ColdKernel if the stream is capturing and this variant was
     never run before. No host sync.
@@ -181,7 +183,8 @@ def skinny_gemm(
                 raise ValueError(f"tickets must be given for config {config.name}, got None")
             checks.check_flat("tickets", tickets, torch.int32, math.prod(config.tiles(M, N)), device)
     if M and N:
-        for each in launches(x, w, out, workspace, tickets, scale=scale, bias=bias, config=config):
+        parts = x, w, out, workspace, tickets
+        for each in launches(*parts, scale=scale, bias=bias, config=config, weights_ready=weights_ready):
             launch(*each)
     return out
 
@@ -211,7 +214,7 @@ def prepare(impl: str, inputs: Inputs) -> Callable[[], tuple[Tensor]]:
         raise ValueError(f"split_k_w32 is for layers with fp32 weights, got {inputs.layer}")
     w = w if impl == "split_k_w32" else w.bfloat16()
     tickets = torch.zeros(1024, dtype=torch.int32, device=x.device)
-    return lambda: (skinny_gemm(x, w, tickets=tickets, config=config),)
+    return lambda: (skinny_gemm(x, w, tickets=tickets, config=config, weights_ready=True),)
 
 
 def _smallest(N: int, K: int, weights: torch.dtype, rows: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
@@ -228,7 +231,8 @@ def _variants(N: int, K: int, weights: torch.dtype, device: torch.device | str, 
             out = torch.empty(len(x), N, device=device)
             partials = torch.empty(max(workspace_numel(len(x), N, K, bucket.config), 4), device=device)
             tickets = torch.zeros(1024, dtype=torch.int32, device=device)
-            steps = launches(x, w, out, partials, tickets, scale=1.0, bias=None, config=bucket.config)
+            parts, shared = (x, w, out, partials, tickets), dict(scale=1.0, bias=None, config=bucket.config)
+            steps = [step for ready in (False, True) for step in launches(*parts, **shared, weights_ready=ready)]
             yield f"{bucket.limits}: {bucket.config.name}", steps
 
 

@@ -89,8 +89,7 @@ def _whole(block_m: int, block_n: int, chunk: int, warps: int, combine: str) -> 
 def _buckets(combine: str, evidence: str) -> tuple[Bucket, ...]:
     rows = (
         (4, 64, Dot(16384, 16)),
-        (16, 32, Dot(16384, 16)),
-        (16, 64, Dot(4096, 4)),
+        (16, 64, _whole(16, 8, 256, 1, combine)),
         (128, 64, _whole(32, 32, 256, 8, combine)),
         (1, ANY, Dot(4096, 8)),
         (16, 256, _whole(16, 16, 256, 4, combine)),
@@ -99,8 +98,9 @@ def _buckets(combine: str, evidence: str) -> tuple[Bucket, ...]:
         (ANY, ANY, Split(32, 32, 256, 2048, 8, combine)),
     )
     fp32 = (
-        (16, 64, Dot(16384, 16)),
-        (128, 64, _whole(32, 32, 256, 8, combine)),
+        (4, 64, Dot(16384, 16)),
+        (16, 64, Split(16, 8, 512, 512, 4, combine)),
+        (128, 64, _whole(32, 8, 256, 2, combine)),
         (ANY, ANY, Split(32, 32, 256, 2048, 8, combine)),
     )
     return tuple(Bucket(*row, evidence) for row in rows) + tuple(Bucket(*row, COMPILED, fp32=True) for row in fp32)
