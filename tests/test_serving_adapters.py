@@ -46,7 +46,8 @@ def padded(call: sparse_mla.Inputs, first: int, garbage: float) -> dict:
 )
 def test_a_rank_computes_its_own_heads_whatever_lies_in_the_others(tp, rank, place, garbage):
     own = 64 // tp
-    (call,) = sparse_mla.make_inputs(sparse_mla.Case("rank", 2, own, window=64, topk=64, lengths="mixed"), device=DEVICE)
+    case = sparse_mla.Case("rank", 2, own, window=64, topk=64, lengths="mixed")
+    (call,) = sparse_mla.make_inputs(case, device=DEVICE)
     first = rank * own if place == "in place" else 0
     given = padded(call, first, garbage)
     ours = adapters.attention("split_k", (lambda: rank) if place == "in place" else None)
