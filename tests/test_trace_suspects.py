@@ -1,10 +1,12 @@
 """Each rule on a trace that shows what it looks for and on one that does not, kernels renamed or not."""
 
+from dataclasses import replace
+
 import pytest
 from traces import SGLANG, Eager, event, kernel, write
 
 from dsv4lab import trace
-from dsv4lab.trace import suspects
+from dsv4lab.trace import attribution, reduced, suspects
 
 BF16, FP8, FP32, INT = "c10::BFloat16", "c10::Float8_e4m3fn", "float", "int"
 CAST = "aten::to > aten::_to_copy > aten::copy_"
@@ -106,6 +108,25 @@ def test_a_kernel_too_fast_to_touch_the_long_tensor_is_no_suspect(find):
 def test_the_vocabulary_is_no_context(find):
     step = Eager().run("aten::mul", 900, [[B, 129_280], []], [FP32, "Scalar"], grid=[8080, 1, 1])
     assert "max_context" not in find(step, live=128)
+
+
+@pytest.mark.parametrize("views", [([64, 1, 64, 512], [64, 64, 512]), ([256, 4, 16, 128], [256, 64, 128])])
+def test_heads_in_two_views_are_no_positions(find, views):
+    step = Eager().run("aten::mul", 900, list(views), [FP32, FP32], grid=[9**6, 1, 1])
+    assert "max_context" not in find(step)
+
+
+def test_weights_have_no_rows_for_positions(find):
+    experts = [[B, 4096], [256, 4096, 4096], [256, 4096, 2048]]
+    step = fixed().run("sglang::inplace_fused_experts", 560, experts, [BF16, FP8, FP8], grid=[6144, 1, 1])
+    assert "max_context" not in find(step, live=512)
+
+
+def test_the_pages_of_a_length_are_no_length_of_their_own(tmp_path):
+    found = suspects.find(trace.read(stock().write(tmp_path / "t.json")), live=512)
+    assert [suspect.finding for suspect in found if suspect.rule == "max_context"] == [
+        "6 kernels over 262,208 positions of every request, 512 times what they have"
+    ]
 
 
 def linear(cast: list[str], gemm: list[str], name: str) -> Eager:
@@ -221,6 +242,17 @@ def test_the_line_of_python_is_named(tmp_path):
     assert found[0].where == "sglang/indexer.py(155): fp8_logits"
 
 
+def test_the_line_of_python_is_that_of_the_caller_and_not_of_the_launcher(tmp_path):
+    events = stock().events
+    for depth, frame in enumerate(("sglang/attention.py(208): decode", "triton/runtime/jit.py(695): run")):
+        events.append(event("python_function", f"site-packages/{frame}", depth, 10**6 - 2 * depth))
+    taken = trace.read(write(tmp_path / "t.json", events))
+    assert taken.events["stack"].unique().tolist() == [
+        "triton/runtime/jit.py(695): run < sglang/attention.py(208): decode"
+    ]
+    assert suspects.find(taken)[0].where == "sglang/attention.py(208): decode"
+
+
 def test_a_replay_joined_with_its_eager_trace_shows_the_same(tmp_path):
     step = stock()
     kernels = [each | {"args": each["args"] | {"correlation": 1}} for each in step.events if each["cat"] == "kernel"]
@@ -236,3 +268,35 @@ def test_a_replay_joined_with_its_eager_trace_shows_the_same(tmp_path):
 
 def test_our_own_trace_shows_none_of_the_root_causes():
     assert [suspect.rule for suspect in suspects.find(trace.read(SGLANG))] == ["idle_sms"]
+
+
+@pytest.fixture(scope="module")
+def served():
+    """Steps of a live SGLang with shapes, on an H200 at batch 32: `stock`, and `indexer` with every fix."""
+    return {stage: trace.read(reduced.newest(stage, "eager")) for stage in ("stock", "indexer")}
+
+
+def accused(taken: trace.Trace, **known) -> set[str]:
+    return ROOT_CAUSES & {suspect.rule for suspect in suspects.find(taken, **known)}
+
+
+@pytest.mark.parametrize(
+    "known", [{}, {"max_context": 1_048_576}, {"live": 512}, {"max_context": 1_048_576, "live": 512}]
+)
+def test_a_served_stock_step_shows_all_three_root_causes_and_the_fixed_one_none(served, known):
+    assert accused(served["stock"], **known) == ROOT_CAUSES
+    assert not accused(served["indexer"], **known)
+
+
+def test_so_it_does_without_its_kernels_names(served):
+    for stage, expected in (("stock", ROOT_CAUSES), ("indexer", set())):
+        events = served[stage].events
+        nameless = events["name"].cat.rename_categories([f"k{n}" for n in range(events["name"].cat.categories.size)])
+        assert accused(replace(served[stage], events=events.assign(name=nameless))) == expected
+
+
+def test_the_stages_between_show_what_is_left_by_the_shapes_of_stock(served):
+    split_k = attribution.joined(trace.read(reduced.newest("split_k", "graph")), served["stock"])
+    assert accused(split_k) == {"max_context", "forced_fp32"}
+    capped = attribution.joined(trace.read(reduced.newest("stock_ctx8192", "graph")), served["stock"])
+    assert "max_context" not in accused(capped)

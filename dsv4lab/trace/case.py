@@ -9,7 +9,7 @@ import pandas as pd
 
 from dsv4lab import hardware
 from dsv4lab.trace.assembly import GRAPH_LAUNCH
-from dsv4lab.trace.frames import Trace, matching
+from dsv4lab.trace.frames import Trace, matching, source_line
 from dsv4lab.trace.operands import Call, calls
 
 WORTH = 0.01  # of the GPU time; what takes less is no finding
@@ -81,8 +81,9 @@ class Case:
     def where(self, rows: np.ndarray) -> str:
         stacks = self.events["stack"].cat
         costs = pd.Series(self.dur[rows]).groupby(stacks.codes.to_numpy()[rows]).sum()
-        costs = costs.set_axis(stacks.categories[costs.index]).drop("", errors="ignore")
-        return costs.idxmax().partition(" < ")[0] if len(costs) else ""
+        costs = costs.groupby([source_line(stacks.categories[code]) for code in costs.index]).sum()
+        costs = costs.drop("", errors="ignore")
+        return costs.idxmax() if len(costs) else ""
 
 
 def many(count: int, what: str) -> str:

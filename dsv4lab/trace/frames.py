@@ -26,6 +26,7 @@ EVENT_TEXTS = (
 )  # fmt: skip
 MARK_INTEGERS = {"rank": np.int32, "tid": np.int64, "ts": np.int64, "dur": np.int64}
 MARK_TEXTS = ("kind", "name")
+_LAUNCHER = re.compile(r"(?:triton|tvm)/|<string>")
 
 
 class TraceError(ValueError):
@@ -144,6 +145,12 @@ def matching(column: pd.Series, pattern: re.Pattern[str]) -> np.ndarray:
     """Whether each text of a dictionary-encoded column has the pattern in it."""
     hits = np.array([bool(pattern.search(text)) for text in column.cat.categories] + [False])
     return hits[column.cat.codes.to_numpy()]
+
+
+def source_line(stack: str) -> str:
+    """The innermost frame of a stack that is not a launcher's own; "" for no stack."""
+    frames = stack.split(" < ")
+    return next((frame for frame in frames if not _LAUNCHER.match(frame)), frames[0])
 
 
 def numbers(column: pd.Series) -> np.ndarray:

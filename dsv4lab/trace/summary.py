@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 
 from dsv4lab.trace import families, steps, timeline
-from dsv4lab.trace.frames import Trace
+from dsv4lab.trace.frames import Trace, source_line
 
 By = Literal["family", "kernel", "op", "shape", "stream", "step"]
 NOT_ATTRIBUTABLE = "graph replay, not attributable"
@@ -54,7 +54,7 @@ def by(trace: Trace, key: By, per_device: bool = False) -> pd.DataFrame:
     table["mean_ns"] = sums / table["calls"]
     if key in _MOSTLY:
         table[_MOSTLY[key]] = _mostly(codes, events, _MOSTLY[key])
-        table["where"] = [stack.partition(" < ")[0] for stack in _mostly(codes, events, "stack")]
+        table["where"] = [source_line(stack) for stack in _mostly(codes, events, "stack")]
     order = table if in_order else table.sort_values("sum_ns", ascending=False, kind="stable")
     return order.reset_index(drop=True)
 

@@ -19,6 +19,7 @@ from dsv4lab.trace.operands import INTEGERS, Call, Operand
 EXPOSED = 0.05  # of the busy time
 BIG = 2**20  # elements
 FAR = 8  # times the live length
+LEAST = 512  # positions; shorter dimensions are heads
 PAGES = (16, 32, 64, 128, 256)  # positions in one, where a length is recognised by them
 RATIOS = (1, 2, 4, 8, 16, 32, 64, 128)  # of compressed to real positions
 TINY_NS, MANY = 10_000, 1_000  # launches
@@ -74,24 +75,27 @@ def _largest(call: Call, widths: set[int]) -> int:
 def _lengths(case: Case, tensors: set[Operand]) -> Iterator[tuple[int, set[int]]]:
     """Lengths that are the longest possible one, each with the second dimensions that show it.
 
-    Such a length is the given maximum, compressed and rounded up to pages or not; far above the given live length; or
-    known by its pages: one tensor is [B, P, W] or an integer [B, P], another [B, P * page, ...] of the same batch.
+    Such a length is the given maximum, compressed and rounded up to pages or not; far above the given live length, in a
+    tensor of as many rows as most have (weights have others); or known by its pages: one tensor is [B, P, W] or an
+    integer [B, P], another [B, P * page, ...] of the same batch.
     """
     by_batch: dict[int, dict[int, list[Operand]]] = {}
     for tensor in tensors:
         by_batch.setdefault(tensor.dims[0], {}).setdefault(tensor.dims[1], []).append(tensor)
+    most = max(by_batch, key=lambda batch: sum(map(len, by_batch[batch].values())), default=None)
     lengths: dict[int, set[int]] = {}
-    for widths in by_batch.values():
+    for batch, widths in by_batch.items():
         for length, found in widths.items():
-            if max(tensor.elements for tensor in found) < BIG:
+            if length < LEAST or max(tensor.elements for tensor in found) < BIG:
                 continue
             deep = [tensor for tensor in found if len(tensor.dims) > 2]
             pages = {length // page for page in PAGES if length % page == 0 and length // page in widths}
             pages = {count for count in pages if any(_paged(table, deep) for table in widths[count])}
             allowed = case.max_context and any(0 <= length - case.max_context / r <= PAGES[-1] for r in RATIOS)
-            if pages or allowed or (case.live and deep and length >= FAR * case.live):
+            if pages or allowed or (case.live and deep and batch == most and length >= FAR * case.live):
                 lengths.setdefault(length, set()).update({length}, pages)
-    yield from sorted(lengths.items(), reverse=True)
+    counts = {count for length, widths in lengths.items() for count in widths - {length}}
+    yield from sorted(((length, widths) for length, widths in lengths.items() if length not in counts), reverse=True)
 
 
 def _paged(table: Operand, deep: list[Operand]) -> bool:
@@ -155,6 +159,7 @@ def per_head_grid(case: Case) -> Iterator[Suspect]:
         if heads is None or group["dur"].mean() < TIMES_OWN * 4 * heads.elements / case.bytes_per_ns:
             continue
         batch, count = heads.dims[0], heads.dims[-2]
+        least, mean, longest = (group["dur"].agg(each) / 1000 for each in ("min", "mean", "max"))
         yield case.suspect(
             "per_head_grid",
             rows,
@@ -162,8 +167,8 @@ def per_head_grid(case: Case) -> Iterator[Suspect]:
             "Give a block many heads and gather each KV tile once for all of them, with tensor cores; split long rows.",
             [
                 f"grid {group['grid'].iloc[0]} is rows x heads of {heads}, {many(len(group), 'launch')}",
-                f"{group['dur'].mean() / 1000:,.1f} µs a launch; reading and writing {heads} in bf16 once takes "
-                f"{4 * heads.elements / case.bytes_per_ns / 1000:,.1f} µs",
+                f"{mean:,.1f} µs a launch, {least:,.1f} to {longest:,.1f}; reading and writing {heads} in bf16 once "
+                f"takes {4 * heads.elements / case.bytes_per_ns / 1000:,.1f} µs",
             ],
         )
 
