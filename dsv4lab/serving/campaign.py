@@ -214,9 +214,11 @@ class _Stage:
         except Exception as error:
             return self.say(f"no {kind} profile: {_told(error)}")
         target = self.plan.trace(self.name, eager=eager)
+        about = {key: value for key, value in self._config.items() if key != "C"}
+        about |= {"mode": kind, "sglang": server.info.get("version")}
         try:
             target.unlink(missing_ok=True)
-            trace.reduce(raw, target, stage=self.name, batch=TRACED_BATCH, graphs=not eager, tp=self.plan.tp)
+            trace.reduce(raw, target, batch=TRACED_BATCH, graphs=not eager, **about)
             if not eager and (self.plan.tp > 1 or not self.leg.concurrency):
                 self._step(target)
         except Exception as error:
