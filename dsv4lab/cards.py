@@ -57,9 +57,14 @@ COLUMNS = {
 }
 
 REASONS = {
+    ("topk", "topk_kernel"): {
+        "wide_loads": "a step takes half as many scores, in loads as wide: with all of them rows that are not aligned "
+        "would spill"
+    },
     ("mqa_logits", "logits_kernel"): {
         "wide_loads": "keys come in 16-byte loads on both; in the layout of mma.sync's result a thread asks for more "
-        "of a page's scales than in wgmma's"
+        "of a page's scales than in wgmma's",
+        "occupancy": "mma.sync takes its operands from registers, wgmma from shared memory",
     },
     ("sparse_mla", "split_k_kernel"): {
         "wide_loads": "no pipeline, whose first loads the sibling has twice more; a tile comes in 16-byte loads on "

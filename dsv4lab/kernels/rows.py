@@ -3,6 +3,7 @@
 Lengths are read on the device alone. A score's *key* is an int32 that sorts as the scores do: NaN below -inf, and -0.0
 equal to 0.0. The *maxima* of a row of scores are the largest keys of every 4, 16, 64 and 256 consecutive ones, stored
 one level after the other in 88 int32 for every 256 scores: 64 + 16 + 4 + 1, and 3 unused that keep levels aligned.
+Those of 256 are left to the top-k, which takes them where a row is longer than 64 of its tiles.
 """
 
 import torch

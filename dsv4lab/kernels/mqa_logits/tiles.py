@@ -1,8 +1,9 @@
 """The Triton kernel of paged MQA logits: a fixed number of programs shares out the pages that the rows really have.
 
 Every program reads all lengths, lays the rows' pages end to end, and takes its contiguous share: balanced whatever the
-lengths are, with a grid that knows none of them. Per page it costs one [64, 128] x [128, 64] product in FP8: keys and
-scales stream through shared memory, `num_stages` pages ahead, and the page ids are read one page further ahead.
+lengths are, with a grid that knows none of them. While the lengths are on their way it asks for page ids and queries
+that some program will need. Per page it costs one [64, 128] x [128, 64] product in FP8: keys and scales stream through
+shared memory, `num_stages` pages ahead, and the page ids are read one page further ahead.
 """
 
 import triton

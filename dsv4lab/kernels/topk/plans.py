@@ -31,10 +31,11 @@ class Choice:
     evidence: str
 
 
-COMPILED = "records/static/topk_20261129T212707Z.json"
+COMPILED = "records/static/topk_20261130T003358Z.json"
 """No such GPU has been measured: blocks of scores for which the compiler needs to spill nothing."""
 
-MEASURED = "records/topk_sweep_h200_20261129T214740Z.jsonl"
+MEASURED = "records/topk_h200_20261130T002345Z.jsonl"
+"""What the config takes, which probes without a record chose."""
 
 _CONFIG = Config(8, 4096, 1, 2)
 TABLE = {

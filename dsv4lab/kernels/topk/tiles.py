@@ -3,9 +3,9 @@
 A row of n scores is a tree of maxima: each group of 4, 16, 64 and 256 scores by its largest key. The k largest scores
 lie in the k groups with the largest maxima, ties going to the lower group (whatever beats a group's maximum beats all
 in it), so a row is narrowed level by level: at most LIST groups are kept, their 4 * LIST children are the next tile.
-The threshold that keeps them is searched by counting keys held in registers, and the search stops as soon as it keeps
-between k and LIST, which the threshold of the level before often does; only the last level needs the k-th largest
-exactly. What a row costs depends on its scores by the number of search steps alone.
+The threshold that keeps them need only keep between k and LIST: on the first level a mean of the larger maxima mostly
+does, on the next ones the same threshold still; failing that, it is searched by counting keys held in registers. Only
+the last level needs the k-th largest exactly. What a row costs depends on its scores by the number of counts alone.
 
 The programs of a row share out its maxima, and the last to finish goes on to select; which one that is changes nothing.
 A row of no more than 4 * LIST scores needs no maxima: its first program selects, the others leave.
