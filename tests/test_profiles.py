@@ -43,6 +43,14 @@ def test_totals_are_medians_of_a_step():
     assert row["overlap (µs)"] == pytest.approx(5096.636 - 4688.893)
 
 
+def test_a_step_is_a_whole_one_and_its_families_add_up_to_it():
+    ours = trace.read(SGLANG)
+    in_steps = ours.events.query("step >= 0")
+    assert profiles.a_step(ours.events).sum() == pytest.approx(in_steps["dur"].sum() / 3 / 1e6)
+    first = in_steps.query("step == 0 and family == 'moe_gemm'")
+    assert profiles.a_step(first)["moe_gemm"] == pytest.approx(first["dur"].sum() / 1e6)
+
+
 def test_a_rule_that_found_nothing_differs_from_one_that_could_not_look(kept):
     replay = profiles.stages(["indexer"], "graph", kept)
     eager = profiles.stages(["stock"], "eager", kept)
