@@ -1,7 +1,7 @@
 """SGLang's second CUDA top-k, which spreads long rows over several blocks by a plan of the lengths.
 
-SGLang takes it in place of the first where nothing else wants the positions (SGLANG_OPT_USE_TOPK_V2). The plan is made by
-a kernel of its own, once in `prepare`: an engine pays that once a step, not once a layer.
+SGLang takes it in place of the first where nothing else wants the positions (SGLANG_OPT_USE_TOPK_V2). A kernel of its
+own makes the plan, once in `prepare`: an engine pays that once a step, not once a layer.
 """
 
 from collections.abc import Callable

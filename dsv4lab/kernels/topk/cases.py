@@ -151,8 +151,8 @@ def baseline(inputs: Inputs) -> tuple[Tensor]:
 def judge(inputs: Inputs, outputs: tuple[Tensor, ...], expected: tuple[Tensor], usual: tuple[Tensor]) -> numerics.Check:
     """The verdict on (indices [rows, k],) as sets; error is the share of the selection missed in the worst row.
 
-    int32: slots, which must be the reference's if they are in order of position, as ours are. Else, and for positions as
-    `torch.topk` gives them (int64), ties may be broken in another way: their scores must be those of the reference's.
+    int32: slots, which must be the reference's if they are in order of position, as ours are. Else, and for positions
+    as `torch.topk` gives them (int64), ties may be broken in another way: scores must be those of the reference's.
     """
     (found,) = outputs
     if found.dtype == torch.int32:
