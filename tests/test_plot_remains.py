@@ -50,6 +50,16 @@ def test_the_decision_log_is_computed_from_the_records(frames):
     assert differ == ["tensor cores for attention (02)", "split-K first (03)"]
 
 
+def test_what_only_a_server_tells_is_open_until_one_told(frames):
+    options = ["bf16 for forced FP32 (04)", "torch.compile on the glue (05)"]
+    assert remains.decisions(records.reported(), frames).loc[options, "lab"].tolist() == 2 * [remains.NOT_YET]
+    columns = ["stage", "C", "passed", "output_tok_s"]
+    rows = [("split_k", 64, True, 200.0), ("bf16", 64, True, 250.0), ("compile", None, False, None)]
+    served = frames | {"serving": pd.DataFrame(rows, columns=columns)}
+    told = remains.decisions(records.reported(), served).loc[options, "lab"].tolist()
+    assert told == ["served 1.25x faster than without", "0 of 1 attempts started a server"]
+
+
 def test_stages_keep_reported_and_measured_apart(frames):
     reported, measured = remains.stages(records.reported(), frames)
     assert reported.loc["baseline"].filter(like="gain").tolist() == [1.0, 1.0, 1.0]

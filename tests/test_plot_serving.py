@@ -44,6 +44,14 @@ def test_stages_come_in_order_and_what_failed_is_missing(rates):
         serving.served(records.to_frame([*RUN, record("stock", 64, output_tok_s=1.0)]))
 
 
+def test_the_steady_window_and_the_waves_have_tables_of_their_own():
+    run = [record("native", 64, steady_tok_s=5.0), record("stock", 64, steady_tok_s=2.0), record("stock", None)]
+    run[0] = run[0].model_copy(update={"samples_us": [3e6, 1e6]})
+    assert serving.served(records.to_frame(run), "steady_tok_s")[64].to_dict() == {"stock": 2.0, "native": 5.0}
+    table = serving.waves(run, 64)
+    assert list(table.index) == ["stock", "native"] and table.loc["native"].tolist() == [3.0, 1.0]
+
+
 def test_starts_tell_memory_and_the_first_error():
     table = serving.starts(RUN)
     assert list(table.index) == ["stock", "compile"]
@@ -68,7 +76,7 @@ def test_conditions_say_what_ran_beside_and_how_even_the_waves_were():
     )
     table = serving.conditions([record("indexer", 1, **waves), record("stock", None), uneven])
     assert list(table.index) == [("stock", 64), ("indexer", 1)]
-    assert table.loc[("stock", 64)].tolist() == ["00:00", "native", "5", 1.5, 30.0, 90.0]
+    assert table.loc[("stock", 64)].tolist() == ["01-01 00:00", "native", "5", 1.5, 30.0, 90.0]
     assert table.loc[("indexer", 1), "beside"] == "unknown"
 
 

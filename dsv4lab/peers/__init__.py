@@ -20,6 +20,7 @@ import torch
 PEERS = {
     "sparse_mla_decode": ("flashmla", "stock_simt"),
     "mqa_logits": ("deepgemm",),
+    "topk": ("sglang_topk", "sglang_topk_v2"),
     "skinny_gemm": ("deepgemm_prenorm",),
     "hc_pre": ("stock_mhc", "tilelang_mhc", "deepgemm_mhc"),
 }

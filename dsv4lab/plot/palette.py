@@ -44,6 +44,8 @@ INDEXER = {
     "triton": Look("Triton", BLUE, "o"),
     "fused": Look("Triton, fused", SKY, "^"),
     "deepgemm": Look("DeepGEMM", GREEN, "v"),
+    "sglang_topk": Look("SGLang, first", VERMILLION, "D"),
+    "sglang_topk_v2": Look("SGLang, second", GREEN, "v"),
 }
 PRODUCTS = {
     "split_k": ATTENTION["split_k"],

@@ -7,8 +7,8 @@ import pandas as pd
 
 from dsv4lab import comm
 from dsv4lab.model import DSV4_FLASH
-from dsv4lab.plot import allreduce, tables
-from dsv4lab.plot.chapters import number
+from dsv4lab.plot import allreduce, serving, tables
+from dsv4lab.plot.chapters import number, span
 
 C4_LAYERS = DSV4_FLASH.layer_counts["c4"]
 OURS, OUR_INDEXERS = ["split_k", "gluon"], ["triton", "fused"]
@@ -70,11 +70,12 @@ def decisions(rows: pd.DataFrame, frames: Mapping[str, pd.DataFrame]) -> pd.Data
 
     Args:
         rows: `records.reported`.
-        frames: by experiment, records of sparse_mla_decode, sparse_mla_decode_sweep, indexer and mqa_logits.
+        frames: by experiment, records of sparse_mla_decode, sparse_mla_decode_sweep, indexer and mqa_logits, and of
+            serving if there are.
     """
     profile = tables.reported_profile(rows)
     gain = _gains(rows)
-    measured = _measured(frames)
+    measured, on_server = _measured(frames), _on_server(frames.get("serving"))
     log = [
         (
             "tensor cores for attention (02)",
@@ -88,9 +89,14 @@ def decisions(rows: pd.DataFrame, frames: Mapping[str, pd.DataFrame]) -> pd.Data
             "bf16 for forced FP32 (04)",
             "taken",
             f"FP32 was {number(profile.loc['fp32_simt_gemm', 'mma'])}% of the time",
-            NOT_YET,
+            on_server["bf16"],
         ),
-        ("torch.compile on the glue (05)", "tried three times, given up", "it failed under capture", NOT_YET),
+        (
+            "torch.compile on the glue (05)",
+            "tried three times, given up",
+            "it failed under capture",
+            on_server["compile"],
+        ),
         (
             "hunt avoidable copies (06)",
             "taken",
@@ -147,6 +153,18 @@ def _measured(frames: Mapping[str, pd.DataFrame]) -> dict[str, str]:
         "cap": f"its logits {number(fallback[full] / fallback[capped])}x less, and 1M tokens become 8K",
         "indexer": f"{number(pair['torch_fallback'][full] / ours[full])}x less than the fallback at 1M, "
         f"{number(pair['torch_fallback'][capped] / ours[full])}x less than it capped",
+    }
+
+
+def _on_server(frame: pd.DataFrame | None) -> dict[str, str]:
+    """What only the served campaign tells."""
+    if frame is None:
+        return {"bf16": NOT_YET, "compile": NOT_YET}
+    gain = serving.over(serving.served(frame), "bf16", "split_k")
+    tried = frame[frame["stage"].isin(serving.COMPILED) & frame["C"].isna()]
+    return {
+        "bf16": NOT_YET if gain.empty else f"served {span(gain)}x faster than without",
+        "compile": NOT_YET if tried.empty else f"{tried['passed'].sum()} of {len(tried)} attempts started a server",
     }
 
 

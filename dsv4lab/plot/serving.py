@@ -21,17 +21,24 @@ LADDER = {
 }
 """The stages that follow from one another, and what each adds; the last has MHC-pre in one pass besides."""
 
-MARKS = {"native": "SGLang's Hopper path", "native_auto": "SGLang's own choices"}
+TUNED = {"indexer_tuned": "all fixes, tuned tables"}
+MARKS = {
+    "native": "SGLang's Hopper path",
+    "native_tuned": "SGLang's Hopper path, tuned tables",
+    "native_auto": "SGLang's own choices",
+}
 CAPPED = {"stock": "stock_ctx8192", "indexer": "indexer_ctx8192"}
 REPORTED = {"baseline": "baseline", "indexer_fix": "+ context capped to 8K"}
 """Rungs that the campaign reported under names of its own."""
-LABELS = LADDER | REPORTED | MARKS | {short: f"{LADDER[stage]}, 8K allowed" for stage, short in CAPPED.items()}
+LABELS = LADDER | TUNED | REPORTED | MARKS | {short: f"{LADDER[stage]}, 8K allowed" for stage, short in CAPPED.items()}
 COMPILED = ("compile", "compile_nographs", "compile_stock_attention")
-STAGES = (*LADDER, *MARKS, *CAPPED.values(), *COMPILED)
+STAGES = (*LADDER, *TUNED, *MARKS, *CAPPED.values(), *COMPILED)
 
 
-def served(frame: pd.DataFrame) -> pd.DataFrame:
+def served(frame: pd.DataFrame, what: str = "output_tok_s") -> pd.DataFrame:
     """Output tokens/s: a row a stage, in the order of `STAGES`, a column a concurrency; invalid runs are left out.
+
+    what: "output_tok_s" over whole waves, "steady_tok_s" over their windows in which nothing is prefilled.
 
     ValueError where two records compete for one place.
     """
@@ -40,7 +47,7 @@ def served(frame: pd.DataFrame) -> pd.DataFrame:
     if not twice.empty:
         stage, at = twice.iloc[0][["stage", "C"]]
         raise ValueError(f"several records of {stage} at C={at:g}: choose one run first")
-    table = rows.astype({"C": int}).pivot(index="stage", columns="C", values="output_tok_s")
+    table = rows.astype({"C": int}).pivot(index="stage", columns="C", values=what)
     return table.loc[[stage for stage in STAGES if stage in table.index]]
 
 
@@ -65,6 +72,17 @@ def missing(table: pd.DataFrame) -> list[str]:
     return [stage for stage in STAGES if stage not in table.index]
 
 
+def waves(run: Sequence[Record], concurrency: int) -> pd.DataFrame:
+    """Seconds of each wave at one concurrency in the order in which they ran, a row a stage."""
+    rows = {
+        record.config["stage"]: pd.Series(record.samples_us) / 1e6
+        for record in run
+        if record.config["C"] == concurrency and record.check["passed"]
+    }
+    table = pd.DataFrame(rows).T
+    return table.loc[[stage for stage in STAGES if stage in table.index]]
+
+
 def over(rates: pd.DataFrame, stage: str, other: str) -> pd.Series:
     """How many times the tokens/s of `other` a stage serves, by concurrency; empty where one was not measured."""
     if not {stage, other} <= set(rates.index):
@@ -82,7 +100,7 @@ def conditions(run: Sequence[Record]) -> pd.DataFrame:
     for record in run:
         if record.config["stage"] in STAGES and record.config["C"] is not None:
             rows[record.config["stage"], record.config["C"]] = {
-                "at (UTC)": f"{record.date_utc:%H:%M}",
+                "at (UTC)": f"{record.date_utc:%m-%d %H:%M}",
                 "beside": ", ".join(record.method.get("beside", ["unknown"])) or "none",
                 "compiled": f"{record.result['compiles']:g}",
                 "slowest / fastest wave": max(record.samples_us) / min(record.samples_us),
@@ -173,7 +191,8 @@ def ladder(rates: Mapping[str, pd.Series], title: str | None = None, xlabel: str
             series = series.dropna()
             labels = [LABELS.get(stage, stage) for stage in series.index]
             colors = [
-                GREEN if stage in MARKS else BLUE if stage in LADDER | REPORTED else GREY for stage in series.index
+                GREEN if stage in MARKS else BLUE if stage in LADDER | TUNED | REPORTED else GREY
+                for stage in series.index
             ]
             bars = axes.barh(labels, series, color=colors)
             axes.bar_label(bars, [f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in series], padding=3)

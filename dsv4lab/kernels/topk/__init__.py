@@ -7,7 +7,7 @@ Exact and deterministic: bitwise the same in every run, every tensor-parallel ra
 row costs one read of its own scores and 33% more for group maxima, then a walk down the maxima by one program; rows of
 k or fewer scores are not read. Nothing touches the width past a row's end, but for what lies with its last score in 16
 bytes. NaN ranks below -inf and -0.0 equals 0.0. It takes the arguments of SGLang's `topk_transform_512`, with k up to
-2048; it replaces there, and as a peer here, `torch.topk`, which reads the whole width.
+2048; it replaces SGLang's CUDA kernels there and, on sm_120, `torch.topk`, which reads the whole width.
 
 Implementations: `triton`; `torch`: `torch.topk` alone, on rows whose tail holds -inf, without the page mapping.
 """
@@ -34,6 +34,7 @@ from dsv4lab.kernels.topk.cases import (
     reference,
     rotated_bytes,
     selection,
+    unpaged,
     work,
 )
 from dsv4lab.kernels.topk.plans import MAX_K, SWEEP, TABLE, Config, choose, list_length
@@ -43,7 +44,7 @@ from dsv4lab.model import DSV4_FLASH
 __all__ = [
     "CANDIDATES", "CASES", "EXPERIMENT", "IMPLEMENTATIONS", "TABLE", "Case", "Config", "Inputs", "baseline", "config",
     "describe", "judge", "launches", "make_inputs", "notes", "paged", "prepare", "reference", "rotated_bytes",
-    "selection", "static_launches", "topk_transform", "warm_up", "work", "workspace_shape",
+    "selection", "static_launches", "topk_transform", "unpaged", "warm_up", "work", "workspace_shape",
 ]  # fmt: skip
 
 IMPLEMENTATIONS = ("torch", "triton")

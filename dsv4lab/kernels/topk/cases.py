@@ -130,6 +130,14 @@ def paged(inputs: Inputs, positions: Tensor) -> Tensor:
     return torch.where(positions < 0, -1, found * page + positions.clamp(min=0) % page).int()
 
 
+def unpaged(inputs: Inputs, slots: Tensor) -> Tensor:
+    """Slots [rows, k] -> positions, int64; -1 stays. The inverse of `paged` where no page is there twice."""
+    page, next_n = inputs.page_size, len(slots) // len(inputs.page_tables)
+    known = inputs.page_tables.argsort(1).repeat_interleave(next_n, 0)
+    place = known.gather(1, (slots.long() // page).clamp(0, known.shape[1] - 1))
+    return torch.where(slots < 0, -1, place * page + slots % page)
+
+
 def reference(inputs: Inputs) -> tuple[Tensor]:
     """(slots [rows, k] in ascending order of position, int32, padded with -1),."""
     return (paged(inputs, selection(inputs)),)
@@ -143,10 +151,14 @@ def baseline(inputs: Inputs) -> tuple[Tensor]:
 def judge(inputs: Inputs, outputs: tuple[Tensor, ...], expected: tuple[Tensor], usual: tuple[Tensor]) -> numerics.Check:
     """The verdict on (indices [rows, k],) as sets; error is the share of the selection missed in the worst row.
 
-    int32: slots, which must be the reference's. int64: positions as `torch.topk` gives them, free to break ties its own
-    way, so that their scores must be those of the reference's.
+    int32: slots, which must be the reference's if they are in order of position, as ours are. Else, and for positions
+    as `torch.topk` gives them (int64), ties may be broken in another way: scores must be those of the reference's.
     """
     (found,) = outputs
+    if found.dtype == torch.int32:
+        positions = unpaged(inputs, found)
+        if not ((positions.diff() > 0) | (positions[:, 1:] < 0)).all():
+            found = positions
     if found.dtype == torch.int64:
         found, unseen = found.sort().values, _lengths(inputs)[:, None]
         best, right = (
@@ -154,7 +166,7 @@ def judge(inputs: Inputs, outputs: tuple[Tensor, ...], expected: tuple[Tensor], 
             for each in (found, selection(inputs)[:, : found.shape[1]])
         )
         wrong = (best.sort().values != right.sort().values).double().mean(1).max().item()
-        missed = wrong if (found.diff() > 0).all() else float("inf")
+        missed = wrong if ((found.diff() > 0) | (found[:, 1:] < 0)).all() else float("inf")
     else:
         missed = 1.0 - numerics.selection_overlap(found, expected[0]).min().item()
         if ((found >= 0).sum(1) != (expected[0] >= 0).sum(1)).any():
