@@ -233,11 +233,11 @@ def served_steps(frame: pd.DataFrame) -> pd.DataFrame:
 def served_parts(parts: Mapping[str, pd.DataFrame], modelled: Mapping[str, Mapping[str, float]]) -> pd.DataFrame:
     """What the collectives of a step are made of, in µs: a row a part, a column a stage and the model's beside it.
 
-    parts, modelled: by stage `serving.ranks.parts`, of which the median step is taken, and `modelled_us`.
+    parts, modelled: by stage `serving.ranks.parts`, of which medians are taken, and `modelled_us`.
     """
     columns: dict[tuple[str, str], pd.Series] = {}
-    for stage, steps in parts.items():
-        columns[stage, "measured"] = steps.median()
+    for stage, each in parts.items():
+        columns[stage, "measured"] = each.median()
         columns[stage, "model"] = pd.Series(modelled[stage])
     return pd.DataFrame(columns).reindex(list(_PARTS)).rename(index=_PARTS)
 
@@ -248,21 +248,17 @@ def served_rates(frame: pd.DataFrame, value: str = "output_tok_s") -> pd.DataFra
     return rows.pivot(index=["stage", "tp"], columns="C", values=value)
 
 
-def served_shares(steps: pd.DataFrame, parts: pd.DataFrame) -> dict[str, pd.Series]:
-    """For `serving.ladder`: % of each step that the collectives are, as measured, without waiting, and by the model.
+def served_shares(steps: pd.DataFrame, parts: pd.DataFrame) -> pd.DataFrame:
+    """% of a step that its collectives are, a column a stage: as measured, without waiting, and by the model.
 
-    The model's are those of a step whose rest is the measured one. steps: `served_steps`; parts: `served_parts`.
+    The last two are of a step whose rest is the measured one. steps: `served_steps` of one number of GPUs; parts:
+    `served_parts`.
     """
-    named = steps.set_axis([f"{stage}, {tp} GPUs" for stage, tp in steps.index])
-    whole, spent = named[_STEP["step_us"]], named[_STEP["collectives_us"]]
-    stages = steps.index.get_level_values("stage")
+    of_stage = steps.droplevel("tp")
+    whole, spent = of_stage[_STEP["step_us"]], of_stage[_STEP["collectives_us"]]
     moving = parts.loc[[_PARTS["all_reduce"], _PARTS["all_gather"]]].sum()
-    moved, modelled = (pd.Series([moving[stage, of] for stage in stages], named.index) for of in ("measured", "model"))
-    return {
-        "measured, waiting included": 100 * spent / whole,
-        "measured, waiting left out": 100 * moved / (whole - spent + moved),
-        "model": 100 * modelled / (whole - spent + modelled),
-    }
+    takes = {"measured": spent, "without waiting": moving.xs("measured", level=1), "model": moving.xs("model", level=1)}
+    return pd.DataFrame({name: 100 * us / (whole - spent + us) for name, us in takes.items()}).T[list(of_stage.index)]
 
 
 def _predicted_us(link: str, ranks: int, impl: str, kib: float) -> float:
