@@ -215,10 +215,13 @@ def loopback(times_s: Mapping[int, float], source: str) -> Link:
     return Link("loopback", "loopback", rate, rate, line.latency_s, source)
 
 
+PARTS = {"all_reduce": 1.0, "all_gather": 0.5}
+"""What a collective takes of the time of an all-reduce of as many bytes: a gather is the half of one."""
+
+
 def step_s(all_reduce: Cost, batch: int, tp: int, model: DeepSeekV4Flash = DSV4_FLASH) -> float:
-    """Seconds that the collectives of one decode step take, one after another; a gather is half an all-reduce."""
-    parts = {"all_reduce": 1.0, "all_gather": 0.5}
-    return sum(c.count * parts[c.kind] * all_reduce.time_s(c.nbytes) for c in step(batch, tp, model))
+    """Seconds that the collectives of one decode step take, one after another, all at the cost of one kind."""
+    return sum(c.count * PARTS[c.kind] * all_reduce.time_s(c.nbytes) for c in step(batch, tp, model))
 
 
 def nccl_choice(link: Link, ranks: int, nbytes: float) -> tuple[str, str]:

@@ -66,23 +66,38 @@ def test_measured_sizes_are_set_against_the_model_and_against_nccl():
 
 
 def test_served_steps_and_rates_are_those_of_several_gpus():
-    step = {"step_us": 2000.0, "collectives_us": 100.0, "share": 0.05, "model_us": 60.0, "model_share": 0.03,
+    step = {"step_us": 2000.0, "collectives_us": 100.0, "share": 0.05,
             "all_reduces": 13.0, "attention_us": 40.0, "padded_attention_us": None}  # fmt: skip
     same = {"stage": "indexer", "tp": 2, "passed": True}
     rows = [
         same | {"case": "step", "C": None} | step,
         same | {"case": "step", "C": None, "tp": 4, "passed": False} | step,
         same | {"case": "c16_in256_out256", "C": 16, "output_tok_s": 5000.0},
+        same | {"case": "c16_in256_out256", "C": 16, "tp": 1, "output_tok_s": 4000.0},
         same | {"case": "c64_in256_out256", "C": 64, "output_tok_s": 9000.0, "passed": False},
     ]
     frame = pd.DataFrame(rows)
     table = frames.served_steps(frame)
     assert list(table.index) == [("indexer", 2)] and table["of the step (%)"].item() == 5
     assert table["SGLang's, padded heads (µs)"].isna().all()
-    assert frames.served_rates(frame).to_dict() == {16: {("indexer", 2): 5000.0}}
-    shares = frames.served_shares(table)
-    assert shares["model"].to_dict() == {"indexer, 2 GPUs": 3.0}
-    assert len(serving.ladder(shares, xlabel="%").axes) == 2
+    assert frames.served_rates(frame).to_dict() == {16: {("indexer", 1): 4000.0, ("indexer", 2): 5000.0}}
+    of_steps = {"first_wait": [900.0, 30.0, 10.0], "wait": 20.0, "all_reduce": 50.0, "all_gather": 50.0}
+    parts = frames.served_parts(
+        {"indexer": pd.DataFrame(of_steps)}, {"indexer": {"all_reduce": 40.0, "all_gather": 10}}
+    )
+    assert parts["indexer", "measured"].tolist() == [50, 50, 20, 30]
+    assert parts["indexer", "model"].iloc[:2].tolist() == [40, 10] and parts["indexer", "model"].iloc[2:].isna().all()
+    shares = frames.served_shares(table, parts)
+    assert shares["indexer"].to_dict() == pytest.approx({"measured": 5, "without waiting": 5, "model": 100 * 50 / 1950})
+    assert len(serving.ladder(dict(shares.items()), xlabel="%").axes) == 1
+
+
+def test_every_rank_says_what_its_hooks_ran_on():
+    run = [record for record in records.read("serving_tp") if record.config["stage"] in ("indexer", "native")]
+    table = frames.served_receipts(run)
+    assert list(table) == ["rank 0", "rank 1"] and set(table.index.get_level_values("stage")) == {"indexer"}
+    assert "q bfloat16[64, 1, 32, 512]" in table.loc[("indexer", "attention"), "rank 1"]
+    assert table.loc[("indexer", "topk"), "rank 0"] == "live"
 
 
 def test_a_share_of_a_step_becomes_the_time_of_one_all_reduce():

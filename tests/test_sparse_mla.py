@@ -610,3 +610,20 @@ def test_a10_pages_beyond_2_gib(pages, pool_stride, form):
     far = replace(near, k_cache=cache, indices=near.indices + (pages - used) * 64)
     for mine, theirs in zip(decode(near, **form), decode(far, **form), strict=True):
         assert numerics.bitwise_equal(mine, theirs)
+
+
+def test_a_combine_of_many_splits_keeps_its_rows_in_registers(compiled):
+    """A request alone under 1M of context: the fewer heads a rank has, the more splits."""
+    said = compiled("""
+        from dsv4lab.kernels import sparse_mla
+        from dsv4lab.static import card, compile_for
+
+        for heads in (64, 32, 16):
+            (call,) = sparse_mla.make_inputs(sparse_mla.Case("split", 1, heads), device="cpu")
+            plan = sparse_mla.plan(1, heads, (128, 8192), arch="sm_90", sms=132)
+            given = torch.empty_like(call.q), torch.empty(1, heads, 1), torch.empty(plan.workspace_numel)
+            *_, combine = sparse_mla.launches(call, *given, impl="split_k", plan=plan)
+            found = card(compile_for("sm_90", *combine))
+            print(plan.num_splits, found["spill_bytes"] + found["local"])
+    """)
+    assert said.split() == ["65", "0", "130", "0", "260", "0"]

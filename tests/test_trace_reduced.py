@@ -92,7 +92,7 @@ def test_several_ranks_are_reduced_to_one_file(tmp_path):
 
 def test_the_newest_of_a_stage_is_found_by_its_name(tmp_path):
     names = ["split_k_graph_h200_20260101", "split_k_graph_a100_20260102", "split_k_eager_h200_20260103"]
-    for name in [*names, "k_graph_h200_20260104"]:
+    for name in [*names, "k_graph_h200_20260104", "split_k_tp2_graph_h200_20260105"]:
         (tmp_path / f"{name}T000000Z.trace.jsonl.gz").touch()
     assert reduced.newest("split_k", "graph", tmp_path).name == f"{names[1]}T000000Z.trace.jsonl.gz"
     assert reduced.newest("mma", "graph", tmp_path) is None

@@ -1,11 +1,12 @@
 """The all-reduce chapter's frames: what was reported or measured, beside what the cost model says of it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import pandas as pd
 
 from dsv4lab import comm
 from dsv4lab.plot.palette import Look, in_order, look
+from dsv4lab.records import Record
 
 KIB = 1024
 SIZES = {kib: f"{kib} KiB" if kib < KIB else f"{kib // KIB} MiB" for kib in (4, 64, KIB, 16 * KIB, 64 * KIB)}
@@ -196,31 +197,68 @@ _STEP = {
     "step_us": "step (µs)",
     "collectives_us": "collectives (µs)",
     "share": "of the step (%)",
-    "model_us": "model (µs)",
-    "model_share": "model: of the step (%)",
     "all_reduces": "all-reduces a step",
     "attention_us": "our attention, own heads (µs)",
     "padded_attention_us": "SGLang's, padded heads (µs)",
 }
+_PARTS = {
+    "all_reduce": "all-reduces, once all ranks are there",
+    "all_gather": "all-gather of the logits, likewise",
+    "wait": "waiting for the other rank",
+    "first_wait": "waiting in the step's first all-reduce",
+}
+
+
+def served_receipts(run: Sequence[Record]) -> pd.DataFrame:
+    """What each rank of a server said its hooks ran on: a row a stage and hook, a column a rank, "–" for no word.
+
+    Of attention the queries that are the rank's own, and what was launched for them.
+    """
+    rows: dict[tuple[str, str], dict[str, str]] = {}
+    for record in run:
+        for each in (record.server or {}).get("receipts", ()):
+            saw = each["saw"]
+            told = f"live: q {saw['q of this rank']}, {saw['runs']}" if "runs" in saw else "live"
+            rows.setdefault((record.config["stage"], each["hook"]), {})[f"rank {each['rank']}"] = told
+    index = pd.MultiIndex.from_tuples(rows, names=["stage", "hook"])
+    return pd.DataFrame(list(rows.values()), index=index).sort_index(axis=1).fillna("–")
 
 
 def served_steps(frame: pd.DataFrame) -> pd.DataFrame:
     """Of records of serving_tp: a row a stage and number of GPUs, what a traced decode step spends; shares in %."""
     rows = frame[(frame["case"] == "step") & frame["passed"]].set_index(["stage", "tp"]).sort_index()
-    percent = {name: 100 * rows[name] for name in ("share", "model_share")}
-    return rows.assign(**percent)[list(_STEP)].astype(float).rename(columns=_STEP)
+    return rows.assign(share=100 * rows["share"])[list(_STEP)].astype(float).rename(columns=_STEP)
 
 
-def served_rates(frame: pd.DataFrame) -> pd.DataFrame:
-    """Output tokens/s of the same: a row a stage and number of GPUs, a column a concurrency; invalid runs left out."""
+def served_parts(parts: Mapping[str, pd.DataFrame], modelled: Mapping[str, Mapping[str, float]]) -> pd.DataFrame:
+    """What the collectives of a step are made of, in µs: a row a part, a column a stage and the model's beside it.
+
+    parts, modelled: by stage `serving.ranks.parts`, of which medians are taken, and `modelled_us`.
+    """
+    columns: dict[tuple[str, str], pd.Series] = {}
+    for stage, each in parts.items():
+        columns[stage, "measured"] = each.median()
+        columns[stage, "model"] = pd.Series(modelled[stage])
+    return pd.DataFrame(columns).reindex(list(_PARTS)).rename(index=_PARTS)
+
+
+def served_rates(frame: pd.DataFrame, value: str = "output_tok_s") -> pd.DataFrame:
+    """Tokens/s of servers: a row a stage and number of GPUs, a column a concurrency; invalid runs left out."""
     rows = frame[frame["C"].notna() & frame["passed"]].astype({"C": int})
-    return rows.pivot(index=["stage", "tp"], columns="C", values="output_tok_s")
+    return rows.pivot(index=["stage", "tp"], columns="C", values=value)
 
 
-def served_shares(steps: pd.DataFrame) -> dict[str, pd.Series]:
-    """For `serving.ladder`: the collectives' share of each step, measured and by the model."""
-    named = steps.set_axis([f"{stage}, {tp} GPUs" for stage, tp in steps.index])
-    return {"measured, waiting included": named[_STEP["share"]], "model": named[_STEP["model_share"]]}
+def served_shares(steps: pd.DataFrame, parts: pd.DataFrame) -> pd.DataFrame:
+    """% of a step that its collectives are, a column a stage: as measured, without waiting, and by the model.
+
+    The last two are of a step whose rest is the measured one. steps: `served_steps` of one number of GPUs; parts:
+    `served_parts`.
+    """
+    of_stage = steps.droplevel("tp")
+    whole, spent = of_stage[_STEP["step_us"]], of_stage[_STEP["collectives_us"]]
+    moving = parts.loc[[_PARTS["all_reduce"], _PARTS["all_gather"]]].sum()
+    takes = {"measured": spent, "without waiting": moving.xs("measured", level=1), "model": moving.xs("model", level=1)}
+    return pd.DataFrame({name: 100 * us / (whole - spent + us) for name, us in takes.items()}).T[list(of_stage.index)]
 
 
 def _predicted_us(link: str, ranks: int, impl: str, kib: float) -> float:

@@ -173,11 +173,12 @@ def launches(
     kernel, options = (gluon_kernel, {}) if c.gluon else (split_k_kernel, of_triton)
     steps = [(kernel, (plan.blocks,), attend | options)]
     if split:
-        # many partial rows: few columns a program, so that all are in flight at once
-        block_d, warps = (64, 1) if plan.num_splits > 8 else (512, 4 if plan.num_splits > 4 else 1)
+        slots = triton.next_power_of_2(plan.num_splits)
+        # many partial rows: few columns a program, so that all are in flight at once; more than 64 for each warp spill
+        block_d, warps = (64, max(slots // 64, 1)) if slots > 8 else (512, 4 if slots > 4 else 1)
         combine = output | dict(
             partial_out=partial_out, partial_lse=partial_lse, NUM_SPLITS=plan.num_splits,
-            SPLITS_POW2=triton.next_power_of_2(plan.num_splits), BLOCK_D=block_d, PDL=pdl, num_warps=warps,
+            SPLITS_POW2=slots, BLOCK_D=block_d, PDL=pdl, num_warps=warps,
             **({"launch_pdl": True} if pdl else {}),
         )  # fmt: skip
         steps.append((combine_kernel, (plan.rows * H, HEAD_DIM // block_d), combine))
