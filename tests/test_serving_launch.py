@@ -526,7 +526,7 @@ def test_a_failed_capture_is_traced_to_its_first_error_and_to_the_flag():
 def test_an_error_that_ends_in_a_colon_is_followed_to_what_it_announces():
     text = (
         "Traceback (most recent call last):\n"
-        '  File "torch/_inductor/async_compile.py", line 444, in get_result\n    raise e.with_name(kernel_name) from e\n'
+        '  File "async_compile.py", line 444, in get_result\n    raise e.with_name(kernel_name) from e\n'
         "torch._inductor.exc.InductorError: SubprocException: An exception occurred in a subprocess:\n\n"
         "Name=_tiled_sparse_decode_kernel\nTraceback (most recent call last):\n"
         '  File "triton/compiler/compiler.py", line 80, in make_ir\n    return ast_to_ttir(self.fn, self, context)\n'
