@@ -68,6 +68,19 @@ def test_switches_are_compared_without_a_second_stream(frame):
     assert table.loc[("reduce-overhead", 0), "same"] == capture.WRONG
 
 
+def test_what_moved_between_two_runs_is_found_by_cell(frame):
+    before, after = frame.assign(compiles=1.0), frame.sample(frac=1, random_state=0).assign(compiles=2.0)
+    assert capture.moved(before, after).empty
+    lucky = before[before["stream"] == "event_before"].index[0]
+    before.loc[lucky, ["captured", "replay_equal"]] = True
+    (moved,) = capture.moved(before, after).to_dict("records")
+    assert moved == {
+        ("before", "outcome"): capture.CAPTURED, ("before", "compiles"): 1,
+        ("now", "outcome"): "cudaErrorStreamCaptureIsolation", ("now", "compiles"): 2,
+    }  # fmt: skip
+    assert capture.moved(before.drop(lucky), after).empty
+
+
 def test_the_picture_has_a_square_for_each_cell_of_the_matrix(frame):
     figure = capture.matrix(frame, "a title")
     panels = figure.axes

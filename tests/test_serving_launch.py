@@ -523,6 +523,29 @@ def test_a_failed_capture_is_traced_to_its_first_error_and_to_the_flag():
     assert "enable-torch-compile" not in server_log.first_error(text, [])
 
 
+def test_an_error_that_ends_in_a_colon_is_followed_to_what_it_announces():
+    text = (
+        "Traceback (most recent call last):\n"
+        '  File "async_compile.py", line 444, in get_result\n    raise e.with_name(kernel_name) from e\n'
+        "torch._inductor.exc.InductorError: SubprocException: An exception occurred in a subprocess:\n\n"
+        "Name=_tiled_sparse_decode_kernel\nTraceback (most recent call last):\n"
+        '  File "triton/compiler/compiler.py", line 80, in make_ir\n    return ast_to_ttir(self.fn, self, context)\n'
+        "triton.compiler.errors.CompilationError: at 72:4:\n    m_i: tl.float32 = -1e30\n"
+        "    for tile_start in range(0, topk, BLOCK_T):\n    ^\n"
+        "AssertionError('Loop-carried variable m_i has initial type fp32 but is re-assigned to fp64 in loop!')\n\n\n"
+        "Set TORCHDYNAMO_VERBOSE=1 for the internal stack trace\n\n"
+        "During handling of the above exception, another exception occurred:\n\nTraceback (most recent call last):\n"
+        '  File "decode_cuda_graph_runner.py", line 355, in __init__\n    raise Exception(\n'
+        "Exception: Capture cuda graph failed: SubprocException: An exception occurred in a subprocess:\n"
+    )
+    assert server_log.first_error(text) == (
+        "torch._inductor.exc.InductorError: SubprocException: An exception occurred in a subprocess: "
+        "triton.compiler.errors.CompilationError: at 72:4: "
+        "AssertionError('Loop-carried variable m_i has initial type fp32 but is re-assigned to fp64 in loop!')"
+    )
+    assert server_log.first_error("RuntimeError: shapes of:\n") == "RuntimeError: shapes of:"
+
+
 CAPTURING = "Capturing batches (bs={} avail_mem=1.05 GB):  25%|##5       | {}/12 [00:01<00:03]"
 
 

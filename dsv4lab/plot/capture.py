@@ -85,6 +85,16 @@ def switches(frame: pd.DataFrame) -> pd.DataFrame:
     return table.fillna("–").rename_axis(index={"cudagraphs": "TORCHINDUCTOR_CUDAGRAPHS"}, columns=None)
 
 
+def moved(before: pd.DataFrame, after: pd.DataFrame) -> pd.DataFrame:
+    """The cells of both runs that came out another way: a row a cell, what became of it and how often it compiled."""
+    cell = ["impl", "mode", "warmth", "cudagraphs", "stream"]
+    runs = {"before": before, "now": after}
+    told = {name: run.assign(outcome=outcomes(run)).astype({"compiles": "Int64"}) for name, run in runs.items()}
+    found = {name: run.set_index(cell)[["outcome", "compiles"]] for name, run in told.items()}
+    table = pd.concat(found, axis=1, join="inner")
+    return table[table["before", "outcome"] != table["now", "outcome"]].sort_index()
+
+
 def matrix(frame: pd.DataFrame, title: str | None = None) -> Figure:
     """A square for each cell: a row a mode and TORCHINDUCTOR_CUDAGRAPHS, a column a warm-up and a use of streams.
 

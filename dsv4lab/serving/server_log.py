@@ -51,11 +51,14 @@ def compilations(text: str) -> int:
 def first_error(text: str, argv: list[str] | None = None) -> str:
     """The first thing that went wrong, in one line, not the last of what followed from it.
 
-    Of a traceback its exception, of a chain of them the cause; with no error at all, the last line. A flag in `argv`
-    that is known to bring such an error is named.
+    Of a traceback its exception, of a chain of them the cause, and what follows where an error announces it by a colon;
+    with no error at all, the last line. A flag in `argv` that is known to bring such an error is named.
     """
     lines = [line.rstrip() for line in re.split(r"[\r\n]+", text) if line.strip()]
-    found = next(_errors(lines), _PREFIX.sub("", lines[-1]).strip() if lines else "it said nothing")
+    errors = _errors(lines)
+    found = next(errors, _PREFIX.sub("", lines[-1]).strip() if lines else "it said nothing")
+    while found.endswith(":") and (cause := next(errors, None)):
+        found = f"{found} {cause}"
     hints = [hint for flag, pattern, hint in _HINTS if flag in (argv or ()) and pattern.search(text)]
     return "; ".join([found[:400], *hints])
 

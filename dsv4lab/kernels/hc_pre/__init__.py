@@ -94,7 +94,7 @@ def launches(
     splits = sums.splits(K) if isinstance(sums, Split) else 1
     ending = dict(out=workspace, out_stride=_WIDTH, scale=1.0, bias=workspace, HAS_BIAS=False)
     first = first_launch(
-        call.x.flatten(1), call.hc_fn, workspace, None, ending, sums, squares=True, pdl=pdl, ahead=pdl and weights_ready
+        call.x.flatten(1), call.hc_fn, workspace, ending, sums, squares=True, pdl=pdl, ahead=pdl and weights_ready
     )
     norm, weight = call.norm_weight is not None, call.norm_weight
     mix = dict(

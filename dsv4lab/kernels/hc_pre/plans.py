@@ -41,7 +41,7 @@ class Bucket:
         return "any M" if self.max_m == ANY else f"M <= {self.max_m}"
 
 
-COMPILED = "records/static/hc_pre_20261129T234401Z.json"
+COMPILED = "records/static/hc_pre_20261130T003838Z.json"
 """Nothing has been measured there: what the compiler makes without a spill, with blocks enough for the SMs."""
 
 
@@ -49,7 +49,7 @@ def _whole(block_m: int, block_k: int, chunk: int, warps: int) -> Split:
     return Split(block_m, 32, block_k, chunk, warps, whole=True)
 
 
-MEASURED = "records/hc_pre_h200_20261129T203615Z.jsonl"
+MEASURED = "records/hc_pre_h200_20261130T002709Z.jsonl"
 """Up to 64 rows, as they are; no sweep has a record yet."""
 
 

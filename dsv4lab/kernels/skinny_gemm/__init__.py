@@ -15,7 +15,6 @@ Implementations: `split_k`, ours on bf16 weights; `split_k_w32`, ours on the fp3
 `bf16`: cuBLAS, through torch, with fp32 output where SGLang has it; `fp32`: SGLang's forced product, cast included.
 """
 
-import math
 from collections.abc import Callable, Iterator
 
 import torch
@@ -75,13 +74,13 @@ def _all_registers(num_warps: int) -> dict:
 
 
 def _combine_shape(splits: int) -> tuple[int, int]:
-    """(outputs that a program of `combine_kernel` adds up, its warps): one needs no barrier."""
-    return min(max(1024 // triton.next_power_of_2(splits), 16), 64), 1
+    """(outputs that a program of `combine_kernel` adds up, partial tiles that it asks for at once): 32 values a thread.
 
-
-def _group(splits: int, elements: int, num_warps: int) -> int:
-    """How many partial tiles are asked for at once: all, or 32 values a thread."""
-    return min(triton.next_power_of_2(splits), max(1024 * num_warps // elements, 1))
+    It has one warp, which needs no barrier.
+    """
+    tiles = triton.next_power_of_2(splits)
+    elements = min(max(1024 // tiles, 16), 64)
+    return elements, min(tiles, 1024 // elements)
 
 
 def _ending(out: Tensor, scale: float, bias: Tensor | None) -> dict:
@@ -91,8 +90,8 @@ def _ending(out: Tensor, scale: float, bias: Tensor | None) -> dict:
 
 
 def first_launch(
-    x: Tensor, w: Tensor, partials: Tensor, tickets: Tensor | None, ending: dict, config: Config, *,
-    squares: bool = False, pdl: bool = False, ahead: bool = False,
+    x: Tensor, w: Tensor, partials: Tensor, ending: dict, config: Config, *, squares: bool = False, pdl: bool = False,
+    ahead: bool = False,
 ) -> tuple:  # fmt: skip
     """(kernel, grid, arguments) of the products: whole sums to `ending`'s out for `Dot`, else partial tiles.
 
@@ -101,18 +100,16 @@ def first_launch(
     for x when what is in front has ended.
     """
     (M, K), N = x.shape, w.shape[0]
-    shared = dict(x=x, x_stride8=(x.stride(0) if M > 1 else K) // 8, w=w, **ending, M=M, N=N, K=K, PDL=pdl, AHEAD=ahead)
+    shared = dict(x=x, x_stride8=(x.stride(0) if M > 1 else K) // 8, w=w, M=M, N=N, K=K, PDL=pdl, AHEAD=ahead)
     shared |= early(ahead)
     if isinstance(config, Dot):
         block = min(config.block_k, triton.next_power_of_2(K))
-        return dot_kernel, (N + squares, M), shared | dict(BLOCK_K=block) | _all_registers(config.num_warps)
+        return dot_kernel, (N + squares, M), shared | ending | dict(BLOCK_K=block) | _all_registers(config.num_warps)
     splits = config.splits(K)
     tiled = dict(
-        partials=partials, tickets=partials if tickets is None else tickets, CHUNK=config.chunk,
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, SPLITS=splits,
-        GROUP=_group(splits, config.block_m * config.block_n, config.num_warps),
-        SLICES=1 if config.whole else config.num_warps,
-        SQUARES=squares, LAST=tickets is not None, COMPUTE=tl.float32 if INTERPRETED else tl.bfloat16,
+        partials=partials, CHUNK=config.chunk, BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
+        SPLITS=splits, SLICES=1 if config.whole else config.num_warps, SQUARES=squares,
+        COMPUTE=tl.float32 if INTERPRETED else tl.bfloat16,
     )  # fmt: skip
     one_step = config.chunk == config.block_k
     tiled |= _all_registers(config.num_warps) if one_step else dict(num_warps=config.num_warps)
@@ -120,24 +117,22 @@ def first_launch(
 
 
 def launches(
-    x: Tensor, w: Tensor, out: Tensor, partials: Tensor, tickets: Tensor | None, *, scale: float, bias: Tensor | None,
-    config: Config, weights_ready: bool = False,
+    x: Tensor, w: Tensor, out: Tensor, partials: Tensor, *, scale: float, bias: Tensor | None, config: Config,
+    weights_ready: bool = False,
 ) -> list[tuple]:  # fmt: skip
     """[(kernel, grid, arguments)] of one call, in order; nothing is launched."""
     ending, (M, K), N = _ending(out, scale, bias), x.shape, w.shape[0]
     if isinstance(config, Dot):
-        return [first_launch(x, w, out, None, ending, config)]
-    if config.combine == "last":
-        return [first_launch(x, w, partials, tickets, ending, config)]
+        return [first_launch(x, w, out, ending, config)]
     splits, pdl = config.splits(K), config.combine == "pdl" and not INTERPRETED
-    elements, warps = _combine_shape(splits)
+    elements, group = _combine_shape(splits)
     combine = ending | dict(
         partials=partials, M=M, N=N, SPLITS=splits, BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_E=elements,
-        GROUP=_group(splits, elements, warps), PDL=pdl, **_all_registers(warps), **early(pdl),
+        GROUP=group, PDL=pdl, **_all_registers(1), **early(pdl),
     )  # fmt: skip
     parts = config.block_m * config.block_n // elements
     return [
-        first_launch(x, w, partials, None, ending, config, pdl=pdl, ahead=pdl and weights_ready),
+        first_launch(x, w, partials, ending, config, pdl=pdl, ahead=pdl and weights_ready),
         (combine_kernel, (parts, *config.tiles(M, N)), combine),
     ]
 
@@ -150,7 +145,6 @@ def skinny_gemm(
     bias: Tensor | None = None,
     out: Tensor | None = None,
     workspace: Tensor | None = None,
-    tickets: Tensor | None = None,
     weights_ready: bool = False,
     config: Config | None = None,
 ) -> Tensor:
@@ -159,8 +153,6 @@ def skinny_gemm(
     x: bf16 [M, K] with a dense last dimension, rows at multiples of 16 bytes; K a multiple of 8, up to 65536.
     w: bf16 or fp32 [N, K], contiguous. bias: fp32 [N]. out: fp32 [M, N] with a dense last dimension.
     workspace: contiguous fp32, at least `workspace_numel(M, N, K, config)`, any contents; allocated if absent.
-    tickets: contiguous int32, one for each output tile, zero before the first call and after every call; no two calls
-      that may run at once share them. Only configs that combine in the last block need them.
     weights_ready: no kernel that may still run writes w, as none does with a weight of a model: w may then be read
       before the kernel in front has ended. config: overrides the table's choice.
 
@@ -178,13 +170,8 @@ def skinny_gemm(
         least = workspace_numel(M, N, K, config)
         workspace = torch.empty(least, dtype=torch.float32, device=device) if workspace is None else workspace
         checks.check_flat("workspace", workspace, torch.float32, least, device)
-        if config.combine == "last":
-            if tickets is None:
-                raise ValueError(f"tickets must be given for config {config.name}, got None")
-            checks.check_flat("tickets", tickets, torch.int32, math.prod(config.tiles(M, N)), device)
     if M and N:
-        parts = x, w, out, workspace, tickets
-        for each in launches(*parts, scale=scale, bias=bias, config=config, weights_ready=weights_ready):
+        for each in launches(x, w, out, workspace, scale=scale, bias=bias, config=config, weights_ready=weights_ready):
             launch(*each)
     return out
 
@@ -213,8 +200,7 @@ def prepare(impl: str, inputs: Inputs) -> Callable[[], tuple[Tensor]]:
     if impl == "split_k_w32" and w.dtype != torch.float32:
         raise ValueError(f"split_k_w32 is for layers with fp32 weights, got {inputs.layer}")
     w = w if impl == "split_k_w32" else w.bfloat16()
-    tickets = torch.zeros(1024, dtype=torch.int32, device=x.device)
-    return lambda: (skinny_gemm(x, w, tickets=tickets, config=config, weights_ready=True),)
+    return lambda: (skinny_gemm(x, w, config=config, weights_ready=True),)
 
 
 def _smallest(N: int, K: int, weights: torch.dtype, rows: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
@@ -230,8 +216,7 @@ def _variants(N: int, K: int, weights: torch.dtype, device: torch.device | str, 
             x, w = _smallest(N, K, weights, min(bucket.max_m, 16), device)
             out = torch.empty(len(x), N, device=device)
             partials = torch.empty(max(workspace_numel(len(x), N, K, bucket.config), 4), device=device)
-            tickets = torch.zeros(1024, dtype=torch.int32, device=device)
-            parts, shared = (x, w, out, partials, tickets), dict(scale=1.0, bias=None, config=bucket.config)
+            parts, shared = (x, w, out, partials), dict(scale=1.0, bias=None, config=bucket.config)
             steps = [step for ready in (False, True) for step in launches(*parts, **shared, weights_ready=ready)]
             yield f"{bucket.limits}: {bucket.config.name}", steps
 

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from dsv4lab.hardware import arch_entry
 
-COMBINES = ("last", "launch", "pdl")
-"""Partial tiles are added up by the block that arrives last, by a second kernel, or by one that is launched early."""
+COMBINES = ("launch", "pdl")
+"""Partial tiles are added up by a second kernel, or by one that is launched early."""
 
 
 @dataclass(frozen=True)
@@ -77,40 +77,44 @@ class Bucket:
 
 
 ANY = 1 << 30
-COMPILED = "records/static/skinny_gemm_20261129T234254Z.json"
+COMPILED = "records/static/skinny_gemm_20261130T003712Z.json"
 """Nothing has been measured there: the H200's tiles, which the compiler makes without a spill."""
-MEASURED = "records/skinny_gemm_sweep_h200_20261129T211912Z.jsonl"
+MEASURED = "records/skinny_gemm_h200_20261130T002557Z.jsonl"
+"""As they are, the weights read early; no sweep of these kernels has a record."""
+WIDE = "records/skinny_gemm_h200_20261129T214943Z.jsonl"
+"""The same tiles of earlier kernels: right for many columns or rows, not fast."""
 
 
 def _whole(block_m: int, block_n: int, chunk: int, warps: int, combine: str) -> Split:
     return Split(block_m, block_n, chunk, chunk, warps, combine, whole=True)
 
 
-def _buckets(combine: str, evidence: str) -> tuple[Bucket, ...]:
-    rows = (
-        (4, 64, Dot(16384, 16)),
-        (16, 64, _whole(16, 8, 256, 1, combine)),
-        (128, 64, _whole(32, 32, 256, 8, combine)),
-        (1, ANY, Dot(4096, 8)),
-        (16, 256, _whole(16, 16, 256, 4, combine)),
-        (128, 256, _whole(32, 16, 256, 4, combine)),
-        (128, ANY, Split(16, 32, 512, 1024, 8, combine)),
-        (ANY, ANY, Split(32, 32, 256, 2048, 8, combine)),
+def _buckets(combine: str, few: str = COMPILED, many: str = COMPILED) -> tuple[Bucket, ...]:
+    """few, many: the evidence for up to 128 rows and 256 columns, and beyond."""
+    bf16 = (
+        (4, 64, Dot(16384, 16), few),
+        (16, 64, _whole(16, 8, 256, 1, combine), few),
+        (128, 64, _whole(32, 32, 256, 8, combine), few),
+        (1, ANY, Dot(4096, 8), few),
+        (16, 256, _whole(16, 16, 256, 4, combine), few),
+        (128, 256, _whole(32, 16, 256, 4, combine), few),
+        (128, ANY, Split(16, 32, 512, 1024, 8, combine), many),
+        (ANY, ANY, Split(32, 32, 256, 2048, 8, combine), many),
     )
     fp32 = (
-        (4, 64, Dot(16384, 16)),
-        (16, 64, Split(16, 8, 512, 512, 4, combine)),
-        (128, 64, _whole(32, 8, 256, 2, combine)),
-        (ANY, ANY, Split(32, 32, 256, 2048, 8, combine)),
+        (4, 64, Dot(16384, 16), few),
+        (16, 64, Split(16, 8, 512, 512, 4, combine), few),
+        (128, 64, _whole(32, 8, 256, 2, combine), few),
+        (ANY, ANY, Split(32, 32, 256, 2048, 8, combine), COMPILED),
     )
-    return tuple(Bucket(*row, evidence) for row in rows) + tuple(Bucket(*row, COMPILED, fp32=True) for row in fp32)
+    return tuple(Bucket(*row) for row in bf16) + tuple(Bucket(*row, fp32=True) for row in fp32)
 
 
 TABLE = {
-    "sm_80": _buckets("launch", COMPILED),
-    "sm_89": _buckets("launch", COMPILED),
-    "sm_90": _buckets("pdl", MEASURED),
-    "sm_120": _buckets("pdl", COMPILED),
+    "sm_80": _buckets("launch"),
+    "sm_89": _buckets("launch"),
+    "sm_90": _buckets("pdl", MEASURED, WIDE),
+    "sm_120": _buckets("pdl"),
 }
 RELATIVE = {"sm_86": "sm_80", "sm_87": "sm_80", "sm_121": "sm_120"}
 
@@ -132,7 +136,7 @@ SWEEP = (
     *(_whole(*tile, "pdl") for tile in _WHOLE),
     Split(16, 32, 512, 1024, 8, "pdl"),
     Split(32, 32, 256, 2048, 8, "pdl"),
-    *(Split(m, n, chunk, chunk, warps, combine) for m, n, chunk, warps in _SLICES for combine in ("last", "pdl")),
+    *(Split(m, n, chunk, chunk, warps, "pdl") for m, n, chunk, warps in _SLICES),
 )
 
 

@@ -147,28 +147,14 @@ def _whole_tile(
     return total
 
 
-@triton.jit
-def _combine(partials, e, SPLITS: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr):
-    """The sum over the splits of elements e of one tile's partials, GROUP asked for at once, in a fixed order."""
-    total = tl.zeros(e.shape, tl.float32)
-    for first in tl.static_range(0, SPLITS, GROUP):
-        s = first + tl.arange(0, GROUP)[:, None]
-        total += tl.sum(tl.load(partials + s * SIZE + e[None, :], mask=s < SPLITS, other=0.0, cache_modifier=".cg"), 0)
-    return total
-
-
-@triton.jit(do_not_specialize=["x_stride8", "out_stride", "scale", "M"], do_not_specialize_on_alignment=["out", "bias"])
+@triton.jit(do_not_specialize=["x_stride8", "M"])
 def split_kernel(
-    x, x_stride8, w, partials, tickets, out, out_stride, scale, bias, M,
+    x, x_stride8, w, partials, M,
     N: tl.constexpr, K: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, SLICES: tl.constexpr, SQUARES: tl.constexpr, HAS_BIAS: tl.constexpr,
-    LAST: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr, COMPUTE: tl.constexpr, AHEAD: tl.constexpr,
+    BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, SLICES: tl.constexpr, SQUARES: tl.constexpr, PDL: tl.constexpr,
+    COMPUTE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Grid (SPLITS, column tiles, row tiles): one partial tile over CHUNK of K.
-
-    LAST: the block that is the last of its tile to arrive adds them up, in the order of the splits whichever it is,
-    and sets the tile's ticket, int32, back to 0. Otherwise `combine_kernel` does.
-    """
+    """Grid (SPLITS, column tiles, row tiles): one partial tile over CHUNK of K."""
     if PDL and not AHEAD:
         gdc_launch_dependents()
     SIZE: tl.constexpr = BLOCK_M * BLOCK_N
@@ -190,14 +176,6 @@ def split_kernel(
         )  # fmt: skip
     partials += (tile * SPLITS).to(tl.int64) * SIZE
     tl.store(partials + split * SIZE + m[:, None] * BLOCK_N + n[None, :], total)
-    if LAST:
-        tl.debug_barrier()  # every thread's part is written before one of them takes the ticket
-        if tl.atomic_add(tickets + tile, 1, sem="acq_rel") == SPLITS - 1:
-            e = tl.arange(0, SIZE)
-            whole = _combine(partials, e, SPLITS, SIZE, GROUP)
-            e_m = first_m + e // BLOCK_N
-            _finish(whole, e_m, first_n + e % BLOCK_N, out, out_stride, scale, bias, M, N, HAS_BIAS)
-            tl.store(tickets + tile, 0)
 
 
 @triton.jit(do_not_specialize=["out_stride", "scale", "M"], do_not_specialize_on_alignment=["out", "bias"])
@@ -206,12 +184,19 @@ def combine_kernel(
     N: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
     GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (parts of a tile, column tiles, row tiles): adds up BLOCK_E elements of a tile over its splits."""
+    """Grid (parts of a tile, column tiles, row tiles): adds up BLOCK_E elements of a tile over its splits.
+
+    GROUP of them are asked for at once; the order is fixed.
+    """
     if PDL:
         _begin()
     SIZE: tl.constexpr = BLOCK_M * BLOCK_N
     tile = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
     e = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
-    total = _combine(partials + (tile * SPLITS).to(tl.int64) * SIZE, e, SPLITS, SIZE, GROUP)
+    partials += (tile * SPLITS).to(tl.int64) * SIZE
+    total = tl.zeros([BLOCK_E], tl.float32)
+    for first in tl.static_range(0, SPLITS, GROUP):
+        s = first + tl.arange(0, GROUP)[:, None]
+        total += tl.sum(tl.load(partials + s * SIZE + e[None, :], mask=s < SPLITS, other=0.0, cache_modifier=".cg"), 0)
     m = tl.program_id(2) * BLOCK_M + e // BLOCK_N
     _finish(total, m, tl.program_id(1) * BLOCK_N + e % BLOCK_N, out, out_stride, scale, bias, M, N, HAS_BIAS)
