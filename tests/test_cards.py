@@ -75,7 +75,7 @@ def test_attention_has_the_mma_instructions_that_its_products_need():
 def test_logits_multiply_as_much_with_wgmma_as_with_mma_sync():
     table = cards.compared("mqa_logits")["mma_per_key"]
     assert (table["sm_120"] == table["sm_90"]).all()
-    assert table["sm_90"].loc["next_n 1, B > 32"].item() == 64 * 128 / (16 * 8 * 16)
+    assert table["sm_90"].loc["next_n 1, B > 64"].item() == 64 * 128 / (16 * 8 * 16)
 
 
 def test_a_prediction_keeps_the_share_that_the_newest_record_reached():
