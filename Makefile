@@ -20,7 +20,7 @@ test: $(READY)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/lint-imports
-	$(BIN)/pytest -n 2 --dist loadgroup
+	$(BIN)/pytest -n 2 --dist loadfile
 	$(BIN)/pytest -n 2 --dist loadfile $(NBVAL) notebooks
 
 jupyter: $(READY)

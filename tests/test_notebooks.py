@@ -13,7 +13,6 @@ from dsv4lab.notebooks import Skipped, finish, parameters, report, run, skip
 from dsv4lab.notebooks.results import RESULT_VARIABLE, Claim, Outcome, Report, Result, UsageError
 from dsv4lab.notebooks.worker import Ended
 
-pytestmark = pytest.mark.xdist_group("notebooks")  # one worker, so that the batch runs once
 
 ROOT = Path(__file__).parents[1]
 FINISH = """from dsv4lab.notebooks import finish

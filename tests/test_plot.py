@@ -170,7 +170,9 @@ def test_labels_are_moved_apart_no_more_than_needed_and_keep_their_order():
     assert sum(moved[:3]) == pytest.approx(1.52)
 
 
-@pytest.mark.parametrize("kind", [palette.ATTENTION, palette.INDEXER, palette.PRODUCTS, palette.MHC, palette.FLIP])
+@pytest.mark.parametrize(
+    "kind", [palette.ATTENTION, palette.INDEXER, palette.TOPK, palette.PRODUCTS, palette.MHC, palette.FLIP]
+)
 def test_every_known_implementation_has_a_look_of_its_own_among_its_kind(kind):
     looks = [*kind.values(), palette.look("floor")]
     assert len({look.color for look in looks}) == len({look.marker for look in looks}) == len(looks)

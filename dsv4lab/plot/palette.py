@@ -44,8 +44,12 @@ INDEXER = {
     "triton": Look("Triton", BLUE, "o"),
     "fused": Look("Triton, fused", SKY, "^"),
     "deepgemm": Look("DeepGEMM", GREEN, "v"),
-    "sglang_topk": Look("SGLang, first", VERMILLION, "D"),
-    "sglang_topk_v2": Look("SGLang, second", GREEN, "v"),
+}
+TOPK = {
+    "torch": INDEXER["torch"],
+    "triton": INDEXER["triton"],
+    "sglang_topk": Look("SGLang, one block", VERMILLION, "D"),
+    "sglang_topk_v2": Look("SGLang, several blocks", GREEN, "v"),
 }
 PRODUCTS = {
     "split_k": ATTENTION["split_k"],
@@ -79,7 +83,9 @@ ALL_REDUCE = {
     "two_shot": Look("two-shot", SKY, "^"),
     "gloo": Look("gloo", GREY, "X"),
 }
-LOOKS = ATTENTION | INDEXER | PRODUCTS | MHC | FLIP | ALL_REDUCE | {"floor": Look("roofline floor", GREY, "", "--")}
+LOOKS = (
+    ATTENTION | INDEXER | TOPK | PRODUCTS | MHC | FLIP | ALL_REDUCE | {"floor": Look("roofline floor", GREY, "", "--")}
+)
 
 
 def look(impl: str) -> Look:

@@ -155,20 +155,24 @@ def judge(inputs: Inputs, outputs: tuple[Tensor, ...], expected: tuple[Tensor], 
     as `torch.topk` gives them (int64), ties may be broken in another way: scores must be those of the reference's.
     """
     (found,) = outputs
-    if found.dtype == torch.int32:
-        positions = unpaged(inputs, found)
-        if not ((positions.diff() > 0) | (positions[:, 1:] < 0)).all():
-            found = positions
     if found.dtype == torch.int64:
-        found, unseen = found.sort().values, _lengths(inputs)[:, None]
-        best, right = (
-            inputs.scores.gather(1, each.clamp(min=0)).masked_fill((each < 0) | (each >= unseen), float("-inf"))
-            for each in (found, selection(inputs)[:, : found.shape[1]])
-        )
-        wrong = (best.sort().values != right.sort().values).double().mean(1).max().item()
-        missed = wrong if ((found.diff() > 0) | (found[:, 1:] < 0)).all() else float("inf")
+        missed = _missed_by_score(inputs, found)
     else:
         missed = 1.0 - numerics.selection_overlap(found, expected[0]).min().item()
         if ((found >= 0).sum(1) != (expected[0] >= 0).sum(1)).any():
             missed = float("inf")
+        positions = unpaged(inputs, found)
+        if missed and not ((positions.diff() > 0) | (positions[:, 1:] < 0)).all():
+            missed = min(missed, _missed_by_score(inputs, positions))
     return numerics.Check(missed, 0.0, 0.0, missed == 0)
+
+
+def _missed_by_score(inputs: Inputs, found: Tensor) -> float:
+    """The share of scores that are not the reference's, in the worst row; infinite where one position is there twice."""
+    found, unseen = found.sort().values, _lengths(inputs)[:, None]
+    best, right = (
+        inputs.scores.gather(1, each.clamp(min=0)).masked_fill((each < 0) | (each >= unseen), float("-inf"))
+        for each in (found, selection(inputs)[:, : found.shape[1]])
+    )
+    wrong = (best.sort().values != right.sort().values).double().mean(1).max().item()
+    return wrong if ((found.diff() > 0) | (found[:, 1:] < 0)).all() else float("inf")
