@@ -13,7 +13,6 @@ from dsv4lab.notebooks import Skipped, finish, parameters, report, run, skip
 from dsv4lab.notebooks.results import RESULT_VARIABLE, Claim, Outcome, Report, Result, UsageError
 from dsv4lab.notebooks.worker import Ended
 
-
 ROOT = Path(__file__).parents[1]
 FINISH = """from dsv4lab.notebooks import finish
 finish(f"answer {batch}", [("batch is above 0", batch > 0, f"{batch=}")])"""
