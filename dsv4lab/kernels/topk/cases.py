@@ -168,7 +168,7 @@ def judge(inputs: Inputs, outputs: tuple[Tensor, ...], expected: tuple[Tensor], 
 
 
 def _missed_by_score(inputs: Inputs, found: Tensor) -> float:
-    """The share of scores that are not the reference's, in the worst row; infinite where one position is there twice."""
+    """The share of scores that are not the reference's, in the worst row; infinite where a position is there twice."""
     found, unseen = found.sort().values, _lengths(inputs)[:, None]
     best, right = (
         inputs.scores.gather(1, each.clamp(min=0)).masked_fill((each < 0) | (each >= unseen), float("-inf"))
