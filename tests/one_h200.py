@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dsv4lab.records import Environment, Git
-from dsv4lab.serving import arguments, bench, guard, launch, machine
+from dsv4lab.serving import arguments, bench, guard, launch, machine, server_record
 from dsv4lab.serving.launch import Server
 from dsv4lab.serving.load import Shape
 from dsv4lab.serving.machine import Gpu
@@ -29,7 +29,7 @@ def one_h200(monkeypatch, tmp_path):
     monkeypatch.setattr(machine, "gpus", lambda: [H200])
     monkeypatch.setattr(launch, "_POLL_S", 0.02)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(bench, "_provenance", lambda: (ENVIRONMENT, Git(commit=None, dirty=None), ["dsv4lab"]))
+    monkeypatch.setattr(server_record, "provenance", lambda: (ENVIRONMENT, Git(commit=None, dirty=None), ["dsv4lab"]))
     monkeypatch.setattr(bench, "clocks_now", lambda: None)
     monkeypatch.delenv(guard.API_KEY, raising=False)
 

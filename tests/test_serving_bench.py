@@ -12,7 +12,7 @@ from aiohttp import web
 
 from dsv4lab import cli, records
 from dsv4lab.records import Environment, Git
-from dsv4lab.serving import bench, guard, http, launch, receipts, settings, sglang_load
+from dsv4lab.serving import bench, guard, http, launch, receipts, server_record, settings, sglang_load
 from dsv4lab.serving.bench import Identity, Measured, Plan, WrongServer
 from dsv4lab.serving.load import Outcome, Shape, body, check_length, take, take_chunk
 
@@ -98,7 +98,9 @@ def no_gpu(monkeypatch, tmp_path):
     environment = Environment(
         gpu="NVIDIA H200", gpu_count=1, capability=(9, 0), driver="1", cuda="13", python="3.12", torch="2", triton="3"
     )
-    monkeypatch.setattr(bench, "_provenance", lambda: (environment, Git(commit=None, dirty=None), ["dsv4lab", "bench"]))
+    monkeypatch.setattr(
+        server_record, "provenance", lambda: (environment, Git(commit=None, dirty=None), ["dsv4lab", "bench"])
+    )
     monkeypatch.setattr(bench, "clocks_now", lambda: None)
     monkeypatch.setattr(launch, "state_file", lambda port: tmp_path / "state.json")
     monkeypatch.delenv(guard.API_KEY, raising=False)

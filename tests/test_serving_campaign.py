@@ -146,7 +146,7 @@ def test_an_error_that_nobody_thought_of_ends_no_more_than_it_must(plan, monkeyp
 
 
 def test_graph_memory_that_is_not_told_is_no_number(plan, monkeypatch):
-    monkeypatch.setattr(campaign.bench, "account", lambda info: {"memory_gb": [None]})
+    monkeypatch.setattr(campaign.server_record, "account", lambda info: {"memory_gb": [None]})
     walk(plan, "native")
     assert lines(plan, "native")[0]["result"] == {"graph_gb": None}
 

@@ -12,36 +12,19 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from dsv4lab.files import without_folders
 from dsv4lab.journal import Journal
-from dsv4lab.records import Clocks, Environment, Git, Record
-from dsv4lab.serving import http, launch, load, receipts, server_log, settings, sglang_load
+from dsv4lab.records import Clocks, Record
+from dsv4lab.serving import http, launch, load, receipts, server_log, server_record, settings, sglang_load
 from dsv4lab.serving.load import Outcome, Shape
 
-EXPERIMENT, SHARED = "serving", "serving_tp"
-"""The experiments that a server on one GPU, and one that several share, is recorded under."""
 ALLOWED_FAILURES = 0.01
 DRIVERS = ("own", "sglang")
 """All requests of a wave at once, or SGLang's own serving benchmark (`sglang_load`), which tells what it saw, too."""
 _OF_SGLANG = {"output_throughput": "output_tok_s", "median_ttft_ms": "ttft_ms", "median_tpot_ms": "tpot_ms"}
-_KEPT = (
-    "version", "model_path", "load_format", "json_model_override_args", "quantization", "kv_cache_dtype", "tp_size",
-    "pp_size", "dp_size", "nnodes", "context_length", "page_size", "max_total_num_tokens", "max_running_requests",
-    "mem_fraction_static", "chunked_prefill_size", "cuda_graph_bs", "cuda_graph_max_bs", "cuda_graph_config",
-    "disable_cuda_graph", "disable_radix_cache", "disable_custom_all_reduce", "enable_nccl_nvls",
-    "enable_torch_compile", "attention_backend", "moe_runner_backend",
-    "fp8_gemm_runner_backend", "speculative_algorithm", "speculative_num_steps", "speculative_num_draft_tokens",
-)  # fmt: skip
-
-
-def experiment(tp: int) -> str:
-    """Of a server that `tp` GPUs share: no table mixes them."""
-    return EXPERIMENT if tp == 1 else SHARED
 
 
 class WrongServer(ValueError):
@@ -246,7 +229,9 @@ def run(
     """
     identity = identify(url)
     check_identity(identity, plan.expect)
-    with Journal(experiment(identity.info.get("tp_size", 1)), _provenance()[0].gpu, directory) as journal:
+    experiment = server_record.experiment(identity.info.get("tp_size", 1))
+    gpu = server_record.provenance()[0].gpu
+    with Journal(experiment, gpu, directory) as journal:
         for each in measure(url, plan, identity.log, say):
             journal.add([record(each, plan, identity, stage or identity.stage or "unnamed")])
         return journal.finish(), all(line.check["passed"] for line in journal.records)
@@ -254,13 +239,13 @@ def run(
 
 def record(measured: Measured, plan: Plan, identity: Identity, stage: str) -> Record:
     """One concurrency as a record: samples are the durations of the waves."""
-    info = account(identity.info)
+    info = server_record.account(identity.info)
     failed = len(measured.outcomes) - measured.ok
-    return line(
+    return server_record.line(
         f"c{measured.concurrency}_in{plan.shape.input}_out{plan.shape.output}",
         {"stage": stage, "C": measured.concurrency, "context_length": info.get("context_length"),
-         "layers": layers(info), "tp": info.get("tp_size", 1)},
-        experiment=experiment(info.get("tp_size", 1)),
+         "layers": server_record.layers(info), "tp": info.get("tp_size", 1)},
+        experiment=server_record.experiment(info.get("tp_size", 1)),
         method={
             "name": "waves of C requests",
             "waves": plan.waves,
@@ -281,71 +266,6 @@ def record(measured: Measured, plan: Plan, identity: Identity, stage: str) -> Re
         server={"info": info, "hooks": identity.hooks or None, "load": asdict(plan.shape)},
         result=measured.result(),
     )  # fmt: skip
-
-
-def line(
-    case: str,
-    config: dict[str, Any],
-    *,
-    method: dict[str, Any],
-    samples_us: list[float],
-    check: dict[str, Any],
-    result: dict[str, float | None],
-    server: dict[str, Any],
-    experiment: str = EXPERIMENT,
-    seed: int = 0,
-    clocks: Clocks | None = None,
-) -> Record:
-    """A record of a server, paths cut; `config` carries the stage, by which the implementation is called."""
-    env, git, argv = _provenance()
-    return Record(
-        experiment=experiment,
-        case=case,
-        impl=config["stage"],
-        config=config,
-        method=method,
-        samples_us=samples_us,
-        check=_local(check),
-        work=None,
-        seed=seed,
-        argv=argv,
-        date_utc=datetime.now(UTC),
-        git=git,
-        kernel_sha256=None,
-        env=env,
-        clocks=clocks or Clocks(before=None, after=None),
-        server=_local(server),
-        result=result,
-    )
-
-
-def account(info: dict[str, Any]) -> dict[str, Any]:
-    """What is kept of a server's account of itself, with its memory in GB for each replica."""
-    kept = {name: info[name] for name in _KEPT if name in info}
-    return kept | {"memory_gb": [state.get("memory_usage") for state in info["internal_states"]]}
-
-
-def layers(info: dict[str, Any]) -> int | None:
-    """Of the model as the server's flags change it; None if they leave that to the model."""
-    try:
-        return json.loads(info.get("json_model_override_args") or "{}").get("num_hidden_layers")
-    except ValueError:
-        return None
-
-
-def _local(value: Any) -> Any:
-    """`value` with every absolute path cut to its last part: records are published."""
-    if isinstance(value, dict):
-        return {name: _local(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_local(item) for item in value]
-    return without_folders(value) if isinstance(value, str) else value
-
-
-def _provenance() -> tuple[Environment, Git, list[str]]:
-    from dsv4lab import provenance
-
-    return provenance.environment(), provenance.git_state(), provenance.command_line()
 
 
 def clocks_now() -> dict[str, Any] | None:

@@ -22,7 +22,7 @@ from pathlib import Path
 from dsv4lab import comm, hardware, records, trace
 from dsv4lab.files import locked, write_atomically
 from dsv4lab.records import Record
-from dsv4lab.serving import bench, http, profile, ranks, stages, synthetic
+from dsv4lab.serving import bench, http, profile, ranks, server_record, stages, synthetic
 from dsv4lab.serving.launch import ServeError, Server
 from dsv4lab.serving.stages import LEAST_S, Plan
 
@@ -76,7 +76,9 @@ def _join(plan: Plan) -> Iterator[Path]:
     """Puts all records there are into one new file for each GPU."""
     lines = [line for stage in stages.LEGS for line in (*_read(plan, stage), *_lines(plan.file(stage, ".step")))]
     for gpu in {line.env.gpu for line in lines}:
-        yield store([line for line in lines if line.env.gpu == gpu], bench.experiment(plan.tp), plan.out / "records")
+        yield store(
+            [line for line in lines if line.env.gpu == gpu], server_record.experiment(plan.tp), plan.out / "records"
+        )
 
 
 def store(lines: Sequence[Record], experiment: str, folder: Path) -> Path:
@@ -176,7 +178,7 @@ class _Stage:
             self._end("")
 
     def _started(self, server: Server, seconds: float) -> None:
-        info = bench.account(server.info)
+        info = server_record.account(server.info)
         told = [memory["graph"] for memory in info["memory_gb"] if memory and "graph" in memory]
         graph = sum(told) if told else None
         taken = "" if graph is None else f"graphs take {graph:.2f} GB, "
@@ -233,8 +235,8 @@ class _Stage:
             traced, tp=tp, batch=TRACED_BATCH, layers=self.plan.layers, link=comm.link_of(hardware.link())
         )  # fmt: skip
         seen = traced.events["rank"].nunique()
-        line = bench.line(
-            "step", self._config | {"batch": TRACED_BATCH}, experiment=bench.experiment(tp),
+        line = server_record.line(
+            "step", self._config | {"batch": TRACED_BATCH}, experiment=server_record.experiment(tp),
             method={"name": "whole decode steps of every rank in the trace", "trace": path.name},
             samples_us=spans, result=found, server={"info": {}, "hooks": str(self.config.hooks)},
             check={"ok": seen, "failed": tp - seen, "passed": seen == tp, "errors": []},
@@ -270,8 +272,8 @@ class _Stage:
         """A record of the start, or of what ended a started server before its time."""
         started = any(line.case == "start" for line in self.lines)
         check = {"ok": int(not error), "failed": int(bool(error)), "passed": not error}
-        line = bench.line(
-            "end" if started else "start", self._config, experiment=bench.experiment(self.plan.tp),
+        line = server_record.line(
+            "end" if started else "start", self._config, experiment=server_record.experiment(self.plan.tp),
             method={"name": "one start of the server"}, samples_us=[1e6 * seconds],
             check=check | {"errors": [error] if error else []}, result=result, server=server,
         )  # fmt: skip

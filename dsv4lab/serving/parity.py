@@ -27,7 +27,7 @@ from pathlib import Path
 
 from dsv4lab.files import locked, write_atomically
 from dsv4lab.records import Record
-from dsv4lab.serving import bench, campaign, http, launch, load, synthetic
+from dsv4lab.serving import campaign, http, launch, load, server_record, synthetic
 from dsv4lab.serving.answers import ALLOWED, REFERENCE, Answer, Run, comparison, judge
 from dsv4lab.serving.launch import ServeError, Server
 from dsv4lab.serving.stages import LEAST_S, Plan
@@ -117,7 +117,7 @@ def _serve(plan: Plan, name: str, runs: list[Run], tell: Callable[[str], None]) 
     if plan.left < LEAST_S:
         return tell(f"{name} not begun, the time is over")
     with Server(config(plan, runs[0]), tell) as server:
-        info = {"info": bench.account(server.info), "hooks": str(server.config.hooks)}
+        info = {"info": server_record.account(server.info), "hooks": str(server.config.hooks)}
         write_atomically(_server_file(plan, name), json.dumps(info))
         for context in CONTEXTS:
             for each in runs:
@@ -183,7 +183,7 @@ def _check_alike(plan: Plan) -> None:
     for server in _servers(plan):
         if (path := _server_file(plan, server)).is_file():
             info = json.loads(path.read_text(encoding="utf-8"))["info"]
-            for name, had in (("layers", bench.layers(info)), ("context_length", info.get("context_length"))):
+            for name, had in (("layers", server_record.layers(info)), ("context_length", info.get("context_length"))):
                 if had not in (None, wanted := getattr(plan, name)):
                     raise ValueError(
                         f"{name} is {wanted}, and {plan.out.name} has answers with {had}: take another out"
@@ -221,7 +221,7 @@ def compare(plan: Plan) -> Iterator[Record]:
 def _record(plan: Plan, case: str, contexts: list[int], answers: list[list[Answer]], expected: int) -> Record:
     """Of the answers of the reference, and of the runs of a comparison, to the same prompts."""
     judged, pairs = judge(answers, expected), comparison(plan.tp)
-    return bench.line(
+    return server_record.line(
         case,
         {"stage": pairs.ours.stage, "against": pairs.base.stage, "C": REFERENCE.batch, "C_again": pairs.again.batch,
          "contexts": contexts, "context_length": plan.context_length, "layers": plan.layers, "tp": plan.tp},
