@@ -78,8 +78,9 @@ def test_claims_carry_their_limit_and_their_worst_case():
 
 def test_a_table_of_compiled_kernels_shows_the_first_of_each_entry():
     card = {"shared_bytes": 50_688, "registers": 128, "spill_bytes": 0, "mma": 8, "load128": 4, "load_narrow": 2}
+    card["warps"] = 4
     cards = {"H any, rows any: h16": {"split_k_kernel": card, "combine_kernel": card | {"registers": 1}}}
-    table = chapters.compiled(cards, {"H any, rows any: h16": 4}, hardware.lookup("RTX PRO 6000 Blackwell"))
+    table = chapters.compiled(cards, hardware.lookup("RTX PRO 6000 Blackwell"))
     row = table.loc["H any, rows any"]
     assert (row["config"], row["registers"], row["of the limit"], row["blocks an SM holds"]) == ("h16", 128, "50%", 1)
 

@@ -88,12 +88,10 @@ def _claim(text: str, values: pd.Series, extreme: str, holds: Callable[[float], 
     return [(text, bool(holds(value)), f"{number(value)} at {place}")]
 
 
-def compiled(cards: Mapping[str, Mapping[str, Any]], warps: Mapping[str, int], gpu: GPU) -> pd.DataFrame:
+def compiled(cards: Mapping[str, Mapping[str, Any]], gpu: GPU) -> pd.DataFrame:
     """What the compiler made for `gpu`: a row an entry of the config table.
 
-    Args:
-        cards: of `dsv4lab.static`, by entry; each holds one card a kernel, the attention kernel's first.
-        warps: warps of a block of that kernel, by entry.
+    cards: of `dsv4lab.static`, by entry; each holds one card a kernel, the attention kernel's first.
     """
     rows = {}
     for entry, kernels in cards.items():
@@ -108,7 +106,7 @@ def compiled(cards: Mapping[str, Mapping[str, Any]], warps: Mapping[str, int], g
             "MMA instructions": card["mma"],
             "16-byte loads": card["load128"],
             "narrow loads": card["load_narrow"],
-            "blocks an SM holds": gpu.resident_blocks(warps[entry], card["registers"], card["shared_bytes"]),
+            "blocks an SM holds": gpu.resident_blocks(card["warps"], card["registers"], card["shared_bytes"]),
         }
     return pd.DataFrame(rows).T.rename_axis("used for")
 
