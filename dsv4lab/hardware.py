@@ -19,6 +19,9 @@ RESERVED_PER_BLOCK = KIB
 WARPS_PER_SM = {(8, 0): 64, (9, 0): 64}
 """Warps that an SM holds at most; 48 on the other architectures here (CUDA programming guide, compute capabilities)."""
 
+EARLY_LAUNCH = ("sm_90", "sm_120", "sm_121")
+"""Architectures on which a kernel can be launched while the one in front still runs."""
+
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 """The environment of processes that share GPUs of one machine without NVLink multicast."""
 ONE_MACHINE = {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}

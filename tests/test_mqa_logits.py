@@ -471,3 +471,12 @@ def test_33_to_64_rows_are_searched_as_all_others():
         block_table=call.block_table[:64],
     )  # fmt: skip
     assert numerics.bitwise_equal(logits(some), whole[:64])
+
+
+@pytest.mark.parametrize(("arch", "early"), [("sm_80", False), ("sm_89", False), ("sm_90", True), ("sm_121", True)])
+def test_it_is_launched_early_where_the_gpu_can(monkeypatch, arch, early):
+    monkeypatch.setattr(mqa, "_INTERPRETED", False)
+    call = one()
+    config = mqa.Config(4, 3, 2, early=True)
+    ((_, _, arguments),) = mqa.launches(call, torch.empty(2, 300), arch=arch, sms=4, config=config)
+    assert (arguments["EARLY"], arguments["launch_pdl"]) == (early, early)

@@ -51,7 +51,7 @@ from dsv4lab.kernels.hc_pre.cases import (
 from dsv4lab.kernels.hc_pre.plans import SWEEP, TABLE, Config, buckets, choose
 from dsv4lab.kernels.hc_pre.tiles import mix_kernel
 from dsv4lab.kernels.launch import launch, target, warm
-from dsv4lab.kernels.skinny_gemm import INTERPRETED, Dot, Split, early, first_launch
+from dsv4lab.kernels.skinny_gemm import INTERPRETED, Dot, Split, first_launch
 from dsv4lab.kernels.skinny_gemm.checks import check_flat
 from dsv4lab.model import DSV4_FLASH
 
@@ -103,7 +103,7 @@ def launches(
         rms_eps=rms_eps, hc_eps=hc_eps, norm_eps=norm_eps, HIDDEN=hidden, ITERS=iters,
         BLOCK_H=triton.next_power_of_2(hidden), BLOCK_S=triton.next_power_of_2(splits),
         BLOCK_M=sums.block_m if isinstance(sums, Split) else 1, ROWS=config.rows, NORM=norm, PDL=pdl,
-        APPROXIMATE=not INTERPRETED, num_warps=config.warps, **early(pdl),
+        APPROXIMATE=not INTERPRETED, num_warps=config.warps, launch_pdl=pdl,
     )  # fmt: skip
     return [first, (mix_kernel, (-(-M // config.rows) + M,), mix)]
 

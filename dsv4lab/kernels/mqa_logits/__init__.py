@@ -27,6 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4lab import kv_cache as layouts
+from dsv4lab.hardware import EARLY_LAUNCH
 from dsv4lab.kernels.launch import launch, target, warm
 from dsv4lab.kernels.mqa_logits import checks
 from dsv4lab.kernels.mqa_logits.cases import (
@@ -77,11 +78,11 @@ def launches(
     B, next_n, H, _ = call.q.shape
     nq = 1 if next_n == 1 else 2
     rows = B * -(-next_n // nq)
-    block = next(block for block in (32, 64, _MANY_ROWS) if rows <= block or block == _MANY_ROWS)
+    block = next((few for few in (32, 64) if rows <= few), _MANY_ROWS)
     chunks = -(-rows // block)
     page = call.kv_cache.shape[1]
     programs = max(c.programs_per_sm * sms // chunks, 1)
-    early = c.early and not _INTERPRETED
+    early = c.early and arch in EARLY_LAUNCH and not _INTERPRETED
     arguments = dict(
         q=call.q.view(torch.uint8), q_stride_b=call.q.stride(0) // 16, q_stride_n=call.q.stride(1) // 16,
         q_stride_h=call.q.stride(2) // 16, cache=call.kv_cache.view(torch.uint8),

@@ -8,8 +8,8 @@ from dsv4lab.kernels import choices
 
 @dataclass(frozen=True)
 class Config:
-    """Warps of a program, pages in flight, programs an SM. early: launched while the kernel before still runs (from
-    sm_90 on)."""
+    """Warps of a program, pages in flight, programs an SM. early: launched while the kernel before still runs, where a
+    GPU can."""
 
     num_warps: int
     num_stages: int

@@ -59,11 +59,6 @@ def workspace_numel(M: int, N: int, K: int, config: Config) -> int:
     return config.partials(M, N, K) if isinstance(config, Split) else 0
 
 
-def early(pdl: bool) -> dict:
-    """The launch option of a kernel that may start before the one in front of it ends, and waits for it by itself."""
-    return {"launch_pdl": True} if pdl else {}
-
-
 def _all_registers(num_warps: int) -> dict:
     """The launch options of a kernel whose blocks ask for all their operands at once.
 
@@ -100,8 +95,9 @@ def first_launch(
     for x when what is in front has ended.
     """
     (M, K), N = x.shape, w.shape[0]
-    shared = dict(x=x, x_stride8=(x.stride(0) if M > 1 else K) // 8, w=w, M=M, N=N, K=K, PDL=pdl, AHEAD=ahead)
-    shared |= early(ahead)
+    shared = dict(
+        x=x, x_stride8=(x.stride(0) if M > 1 else K) // 8, w=w, M=M, N=N, K=K, PDL=pdl, AHEAD=ahead, launch_pdl=ahead
+    )  # fmt: skip
     if isinstance(config, Dot):
         block = min(config.block_k, triton.next_power_of_2(K))
         return dot_kernel, (N + squares, M), shared | ending | dict(BLOCK_K=block) | _all_registers(config.num_warps)
@@ -128,7 +124,7 @@ def launches(
     elements, group = _combine_shape(splits)
     combine = ending | dict(
         partials=partials, M=M, N=N, SPLITS=splits, BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_E=elements,
-        GROUP=group, PDL=pdl, **_all_registers(1), **early(pdl),
+        GROUP=group, PDL=pdl, launch_pdl=pdl, **_all_registers(1),
     )  # fmt: skip
     parts = config.block_m * config.block_n // elements
     return [
@@ -210,15 +206,17 @@ def _smallest(N: int, K: int, weights: torch.dtype, rows: int, device: torch.dev
 
 
 def _variants(N: int, K: int, weights: torch.dtype, device: torch.device | str, arch: str) -> Iterator[tuple]:
-    """(limits and name, launches) of each entry of the table that N columns can meet."""
+    """(name, launches) of each entry of the table that N columns can meet, "ready" where weights_ready changes them."""
     for bucket in buckets(arch):
         if N <= bucket.max_n and bucket == choose(arch, bucket.max_m, N, weights == torch.float32):
             x, w = _smallest(N, K, weights, min(bucket.max_m, 16), device)
             out = torch.empty(len(x), N, device=device)
             partials = torch.empty(max(workspace_numel(len(x), N, K, bucket.config), 4), device=device)
             parts, shared = (x, w, out, partials), dict(scale=1.0, bias=None, config=bucket.config)
-            steps = [step for ready in (False, True) for step in launches(*parts, **shared, weights_ready=ready)]
-            yield f"{bucket.limits}: {bucket.config.name}", steps
+            pdl = isinstance(bucket.config, Split) and bucket.config.combine == "pdl"
+            for ready in (False, True) if pdl else (False,):
+                name = f"{bucket.limits}: {bucket.config.name}{', ready' * ready}"
+                yield name, launches(*parts, **shared, weights_ready=ready)
 
 
 def warm_up(N: int, K: int, weights: torch.dtype = torch.bfloat16, device: torch.device | str = "cuda") -> None:

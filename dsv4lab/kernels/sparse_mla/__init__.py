@@ -178,8 +178,7 @@ def launches(
         block_d, warps = (64, max(slots // 64, 1)) if slots > 8 else (512, 4 if slots > 4 else 1)
         combine = output | dict(
             partial_out=partial_out, partial_lse=partial_lse, NUM_SPLITS=plan.num_splits,
-            SPLITS_POW2=slots, BLOCK_D=block_d, PDL=pdl, num_warps=warps,
-            **({"launch_pdl": True} if pdl else {}),
+            SPLITS_POW2=slots, BLOCK_D=block_d, PDL=pdl, num_warps=warps, launch_pdl=pdl,
         )  # fmt: skip
         steps.append((combine_kernel, (plan.rows * H, HEAD_DIM // block_d), combine))
     return steps

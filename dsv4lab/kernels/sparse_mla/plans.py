@@ -5,7 +5,7 @@ A plan depends on shapes alone, so a captured graph stays right whatever lengths
 
 from dataclasses import dataclass, replace
 
-from dsv4lab.hardware import arch_entry
+from dsv4lab.hardware import EARLY_LAUNCH, arch_entry
 from dsv4lab.kernels import choices
 
 
@@ -108,8 +108,6 @@ GLUON = {
 Elsewhere `gluon` is `split_k`.
 """
 RELATIVE = {"sm_86": "sm_89", "sm_87": "sm_89", "sm_121": "sm_120"}
-PDL = ("sm_90", "sm_120")
-"""Where a kernel can be launched while the one in front still runs."""
 
 SIMT_BLOCK_N, SIMT_WARPS = 16, 8  # one of the stock kernel's three; faster ones exist and would be no baseline
 
@@ -210,7 +208,7 @@ def split_plan(config: Config, *, rows: int, heads: int, widths: tuple[int, ...]
     blocks = Plan(config, rows, heads).blocks
     wanted = min(max(config.blocks_per_sm * sms // blocks, 1), tiles)
     share = -(-tiles // wanted)
-    return Plan(config, rows, heads, num_splits=-(-tiles // share), pdl=RELATIVE.get(arch, arch) in PDL)
+    return Plan(config, rows, heads, num_splits=-(-tiles // share), pdl=arch in EARLY_LAUNCH)
 
 
 def reachable(impl: str, *, heads: int, window: int, most: int, arch: str, sms: int) -> list[Plan]:
