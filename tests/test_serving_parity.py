@@ -46,6 +46,7 @@ def test_ours_keeps_to_the_bounds_and_is_recorded(plan):
     assert whole.result["prompts"] == 24 and whole.result["changed_decided"] == 0
     assert 0 < whole.result["noise_mean"] < whole.result["noise_max"] < 0.2
     assert whole.check["passed"] and len(whole.check["differences"]) == 24
+    assert whole.config["C_again"] == [1, 4] and len(whole.check["noise"]) == 48
     assert "weights=random" in whole.server["native"]["hooks"]
     assert "attention=gluon" in whole.server["indexer"]["hooks"]
     started = json.loads((plan.out / "runs" / "parity_native" / "started.json").read_text())
@@ -54,7 +55,7 @@ def test_ours_keeps_to_the_bounds_and_is_recorded(plan):
 
 def test_what_was_forced_is_taken_back_before_it_is_compared(plan):
     walk(plan)
-    for each in (AGAIN, OURS):
+    for each in (*AGAIN, OURS):
         for key, answer in parity._read(plan, each).items():
             reference = parity._read(plan, REFERENCE)[key]
             assert answer.first == reference.first
@@ -114,7 +115,7 @@ def test_a_logprob_that_is_no_number_is_not_within_any_bound(plan, monkeypatch):
     good, said = walk(plan)
     assert not good, said
     found = recorded(plan)["all"]
-    assert any("prompts have a logprob that is no number" in error for error in found.check["errors"])
+    assert any("answers have a logprob that is no number" in error for error in found.check["errors"])
     assert found.result["difference_max"] is None and None in found.check["differences"]
     assert found.result["noise_max"] > 0
 
@@ -175,7 +176,7 @@ def test_on_two_gpus_each_path_is_compared_with_itself_on_one(plan, another_h200
     assert list(whole.server) == ["native", "native_tp2", "indexer", "indexer_tp2"]
     assert (whole.server["indexer"]["info"]["tp_size"], whole.server["indexer_tp2"]["info"]["tp_size"]) == (1, 2)
     assert whole.result["prompts"] == 24 and 0 < whole.result["difference_mean"]
-    _, said = walk(plan)  # the servers on one GPU have answered already, but for native one by one
+    _, said = walk(plan)  # the servers on one GPU have answered already, but for native in smaller batches
     assert [text for text in said if "nothing left" in text and "indexer" in text], said
     assert recorded(plan)["all"].config["against"] == "native"
 

@@ -27,28 +27,28 @@ class Run:
         return f"{self.server}_b{self.batch}"
 
 
-REFERENCE, AGAIN, OURS = Run("native", 16), Run("native", 1), Run("indexer", 16)
+REFERENCE, AGAIN, OURS = Run("native", 16), (Run("native", 1), Run("native", 4)), Run("indexer", 16)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two pairs of runs: `ours` may be so far from `base` as `again` is from the reference, `ALLOWED` times."""
+    """Pairs of runs: `ours` may be so far from `base` as those of `again` are from the reference, `ALLOWED` times."""
 
-    again: Run
+    again: tuple[Run, ...]
     base: Run
     ours: Run
 
     @property
     def runs(self) -> tuple[Run, ...]:
         """In the order in which they are asked: all follow the reference."""
-        return tuple(dict.fromkeys((REFERENCE, self.again, self.base, self.ours)))
+        return tuple(dict.fromkeys((REFERENCE, *self.again, self.base, self.ours)))
 
 
 def comparison(tp: int) -> Comparison:
     """What is compared for a plan with this `tp`."""
     if tp == 1:
         return Comparison(AGAIN, REFERENCE, OURS)
-    return Comparison(replace(REFERENCE, tp=tp), OURS, replace(OURS, tp=tp))
+    return Comparison((replace(REFERENCE, tp=tp),), OURS, replace(OURS, tp=tp))
 
 
 @dataclass(frozen=True)
@@ -84,11 +84,11 @@ class Judged:
 def judge(answers: list[list[Answer]], expected: int) -> Judged:
     """Of the answers of the reference, and of the runs of a comparison in their order, to the same prompts.
 
-    expected: how many prompts there were to be.
+    expected: how many prompts there were to be. Noise is of every prompt in every run of `again`.
     """
-    reference, again, base, ours = answers
+    reference, *again, base, ours = answers
     followed = [len({answer.first for answer in each}) == 1 for each in zip(*answers, strict=True)]
-    noise = list(map(difference, reference, again))
+    noise = [gap for each in again for gap in map(difference, reference, each)]
     differences = list(map(difference, base, ours))
     decided = [answer.margin > max(noise) for answer in base]
     changed = [a.second != b.second for a, b in zip(base, ours, strict=True)]
@@ -101,11 +101,11 @@ def judge(answers: list[list[Answer]], expected: int) -> Judged:
         "decided": sum(decided),
         "changed_decided": sum(a and b for a, b in zip(decided, changed, strict=True)),
         "changed": sum(changed),
-        "changed_native": sum(a.second != b.second for a, b in zip(reference, again, strict=True)),
+        "changed_native": sum(a.second != b.second for each in again for a, b in zip(reference, each, strict=True)),
         "margin_median": statistics.median(answer.margin for answer in reference),
         "distinct": len({answer.second for answer in reference}),
     }
-    broken = sum(math.isinf(max(pair)) for pair in zip(noise, differences, strict=True))
+    broken = sum(map(math.isinf, noise + differences))
     errors = list(_complaints(result, expected, followed.count(False), broken))
     return Judged(
         {name: value if math.isfinite(value) else None for name, value in result.items()},
@@ -134,7 +134,7 @@ def _complaints(result: dict[str, float], expected: int, lost: int, broken: int)
     if lost:
         yield f"{lost} prompts went on after another first token"
     if broken:
-        yield f"{broken} prompts have a logprob that is no number"
+        yield f"{broken} answers have a logprob that is no number"
     for kind in ("mean", "max"):
         ours, noise = result[f"difference_{kind}"], result[f"noise_{kind}"]
         if ours > ALLOWED * noise:

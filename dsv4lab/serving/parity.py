@@ -1,7 +1,7 @@
 """Whether our kernels answer as SGLang's own do: logprobs of the first decode step, by the server's own account.
 
-Two servers of the small model with random weights (`weights`) get the same prompts: `native` once in batches of 16 and
-once one by one, which tells how far its answers depend on who else is in the batch, and `indexer` in batches of 16.
+Two servers of the small model with random weights (`weights`) get the same prompts: `native` in batches of 16, of 4 and
+one by one, which tells how far its answers depend on who else is in the batch, and `indexer` in batches of 16.
 The first token of an answer comes from prefill, the second is the first that decode makes. It is compared after the
 same first token, the one that `native` chose in its first run: the other runs are given a bias of 4 for it, which
 frequency and presence penalty take back exactly once it has been said (they need SGLang to have seen it by then:
@@ -210,7 +210,7 @@ def compare(plan: Plan) -> Iterator[Record]:
     for case, contexts in [*((f"ctx{context}", [context]) for context in CONTEXTS), ("all", list(CONTEXTS))]:
         runs = [
             {key: answer for key, answer in _read(plan, each).items() if answer.context in contexts}
-            for each in (REFERENCE, pairs.again, pairs.base, pairs.ours)
+            for each in (REFERENCE, *pairs.again, pairs.base, pairs.ours)
         ]
         keys = sorted(set.intersection(*map(set, runs)))
         if keys:
@@ -223,12 +223,13 @@ def _record(plan: Plan, case: str, contexts: list[int], answers: list[list[Answe
     judged, pairs = judge(answers, expected), comparison(plan.tp)
     return server_record.line(
         case,
-        {"stage": pairs.ours.stage, "against": pairs.base.stage, "C": REFERENCE.batch, "C_again": pairs.again.batch,
-         "contexts": contexts, "context_length": plan.context_length, "layers": plan.layers, "tp": plan.tp},
+        {"stage": pairs.ours.stage, "against": pairs.base.stage, "C": REFERENCE.batch,
+         "C_again": [each.batch for each in pairs.again], "contexts": contexts,
+         "context_length": plan.context_length, "layers": plan.layers, "tp": plan.tp},
         experiment=_experiment(plan),
         method={"name": "logprobs at the first decode step, after the reference's first token",
                 "tokens": TOP, "allowed": ALLOWED},
-        samples_us=[1e6 * sum(answer.seconds for answer in answers[run]) for run in (0, 1, 3)],
+        samples_us=[1e6 * sum(answer.seconds for answer in run) for run in (*answers[:-2], answers[-1])],
         check=judged.check,
         server={name: json.loads(_server_file(plan, name).read_text(encoding="utf-8")) for name in _servers(plan)},
         result=judged.result,
