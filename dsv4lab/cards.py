@@ -14,7 +14,7 @@ import pandas as pd
 
 from dsv4lab import records, roofline
 from dsv4lab.hardware import lookup
-from dsv4lab.kernels import hc_pre, mqa_logits, norm_rope, skinny_gemm, sparse_mla, topk
+from dsv4lab.kernels import fp8_gemm, hc_pre, mqa_logits, norm_rope, skinny_gemm, sparse_mla, topk
 from dsv4lab.records import Record
 
 GPUS = {"sm_120": lookup("RTX PRO 6000 Blackwell"), "sm_90": lookup("H200")}
@@ -29,6 +29,7 @@ SHIPPED: dict[str, tuple[ModuleType, str, Callable[[str, Mapping[str, Any]], str
     "mqa_logits": (mqa_logits, "triton", lambda arch, c: mqa_logits.TABLE[arch].config(c["next_n"]).name),
     "topk": (topk, "triton", lambda arch, c: topk.TABLE[arch].config.name),
     "skinny_gemm": (skinny_gemm, "split_k", lambda arch, c: _first(skinny_gemm, arch, max_m=c["M"], max_n=c["N"])),
+    "fp8_gemm": (fp8_gemm, "split_k", lambda arch, c: _first(fp8_gemm, arch, max_m=c["M"], max_n=c["N"])),
     "hc_pre": (hc_pre, "split_k", lambda arch, c: _first(hc_pre, arch, max_m=c["M"])),
     "norm_rope": (norm_rope, "triton", lambda arch, c: f"w{norm_rope.TABLE[arch].num_warps}"),
 }
@@ -60,6 +61,11 @@ REASONS = {
     ("topk", "topk_kernel"): {
         "wide_loads": "a step takes half as many scores, in loads as wide: with all of them rows that are not aligned "
         "would spill"
+    },
+    ("fp8_gemm", "fp8_gemm_kernel"): {
+        "shared_bytes": "a step more on its way, which an SM has the room for",
+        "wide_loads": "both operands come in 16-byte loads on both; in the layout of an mma.sync result more threads "
+        "ask for a row's scales, and the sibling's tile is wider or its loop has more steps in flight",
     },
     ("mqa_logits", "logits_kernel"): {
         "wide_loads": "keys come in 16-byte loads on both; in the layout of mma.sync's result a thread asks for more "

@@ -24,6 +24,7 @@ BLOCK_SHAPE = (128, 128)
 
 COMMANDS = {
     "sparse_mla": "dsv4lab tune attention",
+    "fp8_gemm": "dsv4lab tune gemm",
     "mqa_logits": "dsv4lab tune indexer",
     "topk": "dsv4lab tune indexer",
 }
@@ -106,6 +107,13 @@ def write_kernel(root: Path, gpu: str, kernel: str, table: dict) -> Path:
     kernels = read_kernels(root, gpu) | {kernel: table}
     write_atomically(path, json.dumps({"gpu": gpu, "kernels": kernels}, indent=1) + "\n")
     return path
+
+
+def read_sglang(path: Path) -> dict[int, dict]:
+    """One of SGLang's tables: {rows of the activation: config}; empty without a file."""
+    if not path.is_file():
+        return {}
+    return {int(rows): config for rows, config in json.loads(path.read_text(encoding="utf-8")).items()}
 
 
 def write_sglang(path: Path, configs: dict[int, dict]) -> Path:

@@ -5,9 +5,13 @@ import pytest
 import torch
 
 from dsv4lab import hardware, numerics
-from dsv4lab.kernels import hc_pre, launch, mqa_logits, replay, sparse_mla, topk
+from dsv4lab.kernels import fp8_gemm, hc_pre, launch, mqa_logits, replay, sparse_mla, topk
 from dsv4lab.kernels.sparse_mla import plans
+from dsv4lab.kv_cache import FP8
+from dsv4lab.model import DSV4_FLASH
 from dsv4lab.serving import adapters
+from dsv4lab.serving import launch as serving_launch
+from dsv4lab.tune import fp8_gemm as sglang_gemm
 
 DEVICE = "cpu" if hardware.probe() is None else "cuda"
 NAN, INF = float("nan"), float("inf")
@@ -103,6 +107,13 @@ def test_another_value_width_is_refused():
         adapters.attention("split_k")(**sglang_call(call) | {"head_dim_v": 448})
 
 
+def gemm_call(rows: int, n: int, k: int, **how) -> dict:
+    """As SGLang multiplies by a block-FP8 weight [n, k]."""
+    (call,) = sglang_gemm.make_inputs(sglang_gemm.Case("", rows, n, k), **how)
+    scales = {"As": call.x_scale, "Bs": call.w_scale}
+    return {"A": call.x, "B": call.w, **scales, "block_size": [128, 128], "output_dtype": torch.bfloat16}
+
+
 def every_call(device: str, rows: int, seed: int = 0, hidden: int = 256) -> Iterator[tuple[str, Callable]]:
     """What a forward calls of ours, by name: calls of one name differ in what their tensors hold, not in layout."""
     for name, positions in (("attention", 512), ("attention of the window", 0)):
@@ -123,6 +134,8 @@ def every_call(device: str, rows: int, seed: int = 0, hidden: int = 256) -> Iter
         norm = types.SimpleNamespace(weight=pre.norm_weight, variance_epsilon=1e-6) if normed else None
         given = layer, pre.x, pre.hc_fn, pre.hc_scale, pre.hc_base, norm
         yield f"mhc, {normed}", lambda given=given: torch.cat([each.flatten() for each in ours(None, *given)[:3]])
+    linear = gemm_call(min(rows, 64), 256, 512, device=device, seed=seed)
+    yield "gemm", lambda: adapters.gemm("split_k")(None, **linear)
 
 
 def test_every_launch_is_on_memory_that_can_be_told_again(monkeypatch):
@@ -148,7 +161,7 @@ def test_on_the_gpu_a_call_told_again_is_bitwise_a_planned_one(monkeypatch, rows
     for _, call in every_call("cuda", rows, seed=0, hidden=4096):
         call()
     known = dict(replay._kept)
-    assert len(known) == 6 and all(known.values())
+    assert len(known) == 7 and all(known.values())
     again = [call() for _, call in every_call("cuda", rows, seed=1, hidden=4096)]
     assert replay._kept == known
     for (name, call), told in zip(every_call("cuda", rows, seed=1, hidden=4096), again, strict=True):
@@ -255,6 +268,49 @@ def test_an_empty_batch_goes_to_sglangs_own_mhc_pre():
     assert found == ("original", "layer", (None, None, None, 1), {"forward_batch": 2})
 
 
+def test_few_rows_are_multiplied_by_our_gemm():
+    case = sglang_gemm.Case("", 5, 256, 384)
+    (call,) = sglang_gemm.make_inputs(case, device=DEVICE)
+    given = gemm_call(case.M, case.N, case.K, device=DEVICE)
+    out = adapters.gemm("split_k")(lambda *_: pytest.fail("the original"), *given.values())
+    assert out.dtype == torch.bfloat16 and out.shape == (5, 256)
+    assert sglang_gemm.judge(call, (out,), sglang_gemm.reference(call), sglang_gemm.baseline(call)).passed
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"A": torch.empty(65, 256).to(FP8), "As": torch.empty(65, 2)},
+        {"A": torch.empty(0, 256).to(FP8), "As": torch.empty(0, 2)},
+        {"A": torch.empty(1, 3, 256).to(FP8), "As": torch.empty(1, 3, 2)},
+        {"A": torch.empty(3, 256, dtype=torch.int8), "B": torch.empty(128, 256, dtype=torch.int8)},
+        {"B": torch.empty(192, 256).to(FP8), "Bs": torch.empty(2, 2)},
+        {"As": torch.empty(2, 3).T},
+        {"Bs": torch.empty(1, 4)[:, ::2]},
+        {"As": torch.empty(3, 1, dtype=torch.int32), "Bs": torch.empty(128, 1, dtype=torch.int32)},
+        {"block_size": [64, 128]},
+        {"output_dtype": torch.float16},
+    ],
+)
+def test_what_our_gemm_is_not_made_for_stays_sglangs(other):
+    given = gemm_call(3, 128, 256, device="cpu") | other
+    ours = adapters.gemm("split_k", lambda ours: lambda *_: pytest.fail("ours"))
+    seen = ours(lambda *arguments: arguments, **given)
+    assert len(seen) == 6 and all(found is value for found, value in zip(seen, given.values(), strict=True))
+
+
+def test_without_an_output_type_sglangs_gemm_is_asked_for_its_default():
+    given = gemm_call(3, 128, 256, device="cpu")
+    del given["output_dtype"]
+    assert adapters.gemm("split_k")(lambda *arguments: arguments[-1], **given) == torch.float16
+
+
+def test_the_request_that_proves_the_hooks_has_rows_for_our_gemm_and_for_sglangs():
+    prompt = len(serving_launch._PROBE["input_ids"])
+    for n, k in DSV4_FLASH.fp8_linears(tp=1).values():
+        assert fp8_gemm.takes(1, n, k) and not fp8_gemm.takes(prompt, n, k)
+
+
 def test_a_counting_workspace_that_is_large_enough_is_used_again(monkeypatch):
     small, large = torch.zeros(2, 400, dtype=torch.int32), torch.zeros(3, 800, dtype=torch.int32)
     monkeypatch.setattr(adapters, "_counts", {small.device: [small, large]})
@@ -289,7 +345,11 @@ def test_before_anything_is_captured_every_asked_kernel_is_warmed_up(monkeypatch
     for module in (sparse_mla, mqa_logits, topk, hc_pre):
         name = module.__name__.rpartition(".")[2]
         monkeypatch.setattr(module, "warm_up", lambda device, name=name, **how: warmed.append((name, how)))
+    monkeypatch.setattr(fp8_gemm, "warm_up", lambda device, shapes: warmed.append(("fp8_gemm", {"shapes": shapes})))
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Identity())
+    for shape in ((256, 128), (128, 384), (128, 384), (192, 128), (4, 128, 128)):
+        weight = torch.nn.Parameter(torch.empty(shape).to(FP8), requires_grad=False)
+        model[1].register_parameter(f"weight{len(model[1]._parameters)}", weight)
     model[1].tp_q_head_num = 8
     runner = types.SimpleNamespace(model=model)
 
@@ -303,5 +363,6 @@ def test_before_anything_is_captured_every_asked_kernel_is_warmed_up(monkeypatch
 
     assert start(attention="mma") == [("sparse_mla", {"heads": 8, "impl": "mma"})]
     assert start(indexer="triton", topk="triton") == [("mqa_logits", {"maxima": (False,)}), ("topk", {})]
+    assert start(gemm="split_k", tables="tuned") == [("fp8_gemm", {"shapes": [(128, 384), (256, 128)]})]
     assert start(mhc="split_k_bf16") == [("hc_pre", {"weights": torch.bfloat16})]
     assert start(indexer="torch_bf16", mhc="bf16", sm120_path="forced") == []

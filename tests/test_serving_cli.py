@@ -75,7 +75,7 @@ def test_hooks_are_those_of_the_preset_unless_given(server):
     [
         ([], "model must be given: preset single has no synthetic one"),
         (["--preset", "nothing"], "preset must be one of rtx6000-8x, "),
-        (["a/b", "--hooks", "gemm=bf16"], "DSV4LAB: there is no 'gemm'"),
+        (["a/b", "--hooks", "moe=bf16"], "DSV4LAB: there is no 'moe'"),
         (["a/b", "--", "--api-key=x"], "--api-key would show on the command line"),
     ],
 )

@@ -13,17 +13,18 @@ import pytest
 import torch
 
 from dsv4lab import tuned
-from dsv4lab.kernels import hc_pre, mqa_logits, sparse_mla, topk
+from dsv4lab.kernels import fp8_gemm, hc_pre, mqa_logits, sparse_mla, topk
 from dsv4lab.serving import adapters, contracts, plugin, receipts, releases, server_log, settings
+from dsv4lab.tune import fp8_gemm as sglang_gemm
 
 pytest_plugins = ["compiler_on"]
 
 VERSIONS = sorted(releases.RELEASES)
-ALL = "attention=split_k,indexer=triton,topk=triton"
+ALL = "attention=split_k,indexer=triton,topk=triton,gemm=split_k"
 
 
 def hooks(release: releases.Release) -> list[releases.Hook]:
-    return [release.attention, release.indexer, release.topk]
+    return [release.attention, release.indexer, release.topk, release.gemm]
 
 
 # the setting
@@ -43,7 +44,8 @@ def test_a_setting_says_what_is_active():
         ("attention=", "'attention=' must read name=value"),
         (
             "atention=mma",
-            "there is no 'atention'; known: attention, indexer, topk, mhc, sm120_path, weights, tables, twice, version",
+            "there is no 'atention'; known: attention, indexer, topk, mhc, gemm, sm120_path, weights, tables, twice, "
+            "version",
         ),
         ("attention=flash", "attention must be one of stock, simt, mma, split_k, gluon, got 'flash'"),
         ("topk=triton,topk=stock", "topk is given twice"),
@@ -59,6 +61,7 @@ def test_what_can_be_set_is_what_the_kernels_have():
     assert set(settings.CHOICES["indexer"]) <= {"stock", *adapters.TORCH_LOGITS, *mqa_logits.IMPLEMENTATIONS}
     assert set(settings.CHOICES["topk"]) <= {"stock", *topk.IMPLEMENTATIONS}
     assert set(settings.CHOICES["mhc"]) <= {"stock", "bf16", *hc_pre.IMPLEMENTATIONS}
+    assert set(settings.CHOICES["gemm"]) <= {"stock", *fp8_gemm.IMPLEMENTATIONS}
 
 
 # the table against the contracts of the wheels
@@ -83,7 +86,8 @@ def test_a_release_is_hooked_where_it_looks(version):
 @pytest.mark.parametrize("version", VERSIONS)
 def test_every_call_a_release_makes_is_one_that_ours_takes(version):
     release, contract = releases.RELEASES[version], contracts.read(version)
-    ours = adapters.attention("split_k"), adapters.indexer("triton"), adapters.topk_transform
+    gemm = functools.partial(adapters.gemm("split_k"), "original")
+    ours = adapters.attention("split_k"), adapters.indexer("triton"), adapters.topk_transform, gemm
     for hook, function in zip(hooks(release), ours, strict=True):
         calls = [call for target in hook.targets for call in contract["functions"][target]["calls"]]
         assert calls
@@ -394,6 +398,24 @@ def test_tables_that_are_not_there_end_the_process(monkeypatch, sglang, tables):
     assert "tables=tuned finds none in" in registered(monkeypatch, "tables=tuned")
     monkeypatch.setenv(tuned.VARIABLE, "")
     assert "DSV4LAB_TUNED is empty" in registered(monkeypatch, "tables=tuned")
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_our_gemm_is_proven_by_a_call_that_it_took(monkeypatch, sglang, tmp_path, version):
+    sglang(version)
+    assert registered(monkeypatch, "gemm=split_k") == ""
+    multiply = found(releases.RELEASES[version].gemm.targets[0])
+
+    def lost_after(rows: int) -> tuple[object, list[str]]:
+        (call,) = sglang_gemm.make_inputs(sglang_gemm.Case("", rows, 256, 128), device="cpu")
+        out = multiply(call.x, call.w, call.x_scale, call.w_scale, [128, 128], output_dtype=torch.bfloat16)
+        return out, receipts.missing(receipts.read(tmp_path), {"gemm": "split_k"}, 1)
+
+    assert lost_after(65) == ("stock", ["gemm=split_k is live on no rank, of 1 asked for"])
+    out, lost = lost_after(3)
+    assert out.shape == (3, 256) and lost == []
+    (live,) = [receipt for receipt in receipts.read(tmp_path) if receipt.kind == "live"]
+    assert live.arguments["0"] == "float8_e4m3fn[3, 128]" and live.arguments["3"] == "float32[2, 1]"
 
 
 def test_the_forced_path_is_proven_by_the_stock_attention_being_called(monkeypatch, sglang, tmp_path):

@@ -55,16 +55,18 @@ def hooked(torchvision):
     """SGLang with all our kernels in its place, for the rest of this process."""
     from sglang.version import __version__
 
-    setting = settings.parse("attention=split_k,indexer=triton,topk=triton,sm120_path=forced,weights=random")
-    plugin.install(setting, __version__)
+    ours = "attention=split_k,indexer=triton,topk=triton,gemm=split_k,sm120_path=forced,weights=random"
+    plugin.install(settings.parse(ours), __version__)
     return releases.find(__version__)
 
 
 def test_the_real_registry_puts_ours_where_sglang_looks(hooked):
     from sglang.srt.layers.attention import deepseek_v4_backend
     from sglang.srt.layers.attention.dsv4 import indexer
+    from sglang.srt.layers.quantization import fp8_utils
     from sglang.srt.model_loader import loader
 
+    assert fp8_utils.w8a8_block_fp8_matmul_triton is plugin._resolve(hooked.gemm.targets[0])
     assert loader.initialize_dummy_weights is plugin._resolve(hooked.weights.targets[0])
     assert getattr(deepseek_v4_backend, "_is_sm120", True)  # later releases ask whenever they need to know
     assert plugin._resolve(hooked.sm120_path.targets[0])() is True
@@ -100,6 +102,19 @@ def test_logits_and_selection_agree_with_sglangs_torch_path(hooked):
     seen = torch.arange(expected.shape[1]) < lens
     assert numerics.relative_error(ours[seen], expected[seen].double()) < 1e-2  # later releases multiply in bf16
     assert numerics.selection_overlap(outs[1], outs[0]).min() > 0.97
+
+
+@pytest.mark.parametrize("rows", [3, 65])
+def test_a_linear_layer_is_right_on_either_side_of_what_our_gemm_takes(hooked, monkeypatch, rows):
+    from sglang.srt.layers.quantization import fp8_utils
+
+    (call,) = fp8_gemm.make_inputs(fp8_gemm.Case("", rows, 256, 384), device="cpu")
+    gemm = sys.modules[plugin._resolve(hooked.gemm.targets[0]).__module__]
+    monkeypatch.setattr(gemm, "get_w8a8_block_fp8_configs", lambda *_: None)
+    monkeypatch.setattr(fp8_utils, "per_token_group_quant_fp8", lambda *_, **__: (call.x, call.x_scale))
+    x = torch.empty(call.x.shape, dtype=torch.bfloat16)
+    out = fp8_utils.triton_w8a8_block_fp8_linear(x, call.w, [128, 128], call.w_scale)
+    assert fp8_gemm.judge(call, (out,), fp8_gemm.reference(call), fp8_gemm.baseline(call)).passed
 
 
 def test_sglang_reads_the_tables_as_they_are_written(hooked, monkeypatch, tmp_path):

@@ -17,6 +17,7 @@ import torch
 
 from dsv4lab import hardware, numerics, records, timing, tune, tuned
 from dsv4lab.kernels import choices, mqa_logits, sparse_mla, topk
+from dsv4lab.kernels import fp8_gemm as fp8_gemm_of_ours
 from dsv4lab.kernels.sparse_mla import plans
 from dsv4lab.roofline import Work
 from dsv4lab.timing import Replays
@@ -574,8 +575,29 @@ def test_the_indexer_gets_what_is_best_over_all_cases(root, monkeypatch):
     assert topk.plans.choose("sm_90").config == topk.CANDIDATES[first][1]
 
 
+def test_the_gemm_gets_a_config_for_every_number_of_rows_and_outputs(root, monkeypatch):
+    gemm, (first, second) = fp8_gemm_of_ours, list(fp8_gemm_of_ours.CANDIDATES)[:2]
+    rates = {(N, M): (1.0, 2.0) if N > 16384 else (4.0, 3.0) for N in (512, 32768) for M in gemm.plans.ROWS}
+    found = [
+        record(f"fp8_gemm_n{N}_k1024_m{M}", name, us, N=N, M=M)
+        for (N, M), both in rates.items()
+        for name, us in zip((first, second), both, strict=True)
+    ]
+    cut_off = [line for line in found if line.config["M"] < 64]
+    assert ours.write_gemm(root, ENVIRONMENT.gpu, 1, cut_off) == []
+    ours.write_gemm(root, ENVIRONMENT.gpu, 1, found)
+    on_a_gpu(monkeypatch)
+    for M in (1, 16, 17, 64):
+        assert gemm.plans.choose("sm_90", M, 16384).config == gemm.CANDIDATES[second][1]
+        assert gemm.plans.choose("sm_90", M, 32768).config == gemm.CANDIDATES[first][1]
+    choices._read.cache_clear()
+    ours.write_gemm(root, ENVIRONMENT.gpu, 8, [line for line in found if line.config["N"] == 512])
+    assert gemm.plans.choose("sm_90", 64, 32768).config == gemm.CANDIDATES[second][1]  # a rank without a wide weight
+
+
 def test_the_points_of_our_kernels_can_be_made_and_run():
     attention, indexer = ours.attention_points(8, arch="sm_90"), ours.indexer_points(8)
+    assert {point.case.M for point in ours.gemm_points(8)} == set(fp8_gemm_of_ours.plans.ROWS)
     assert [p.case.H for p in attention] == [8] * len(ours.BATCHES)
     assert {p.module.EXPERIMENT for p in indexer} == {"mqa_logits", "topk"}
     for point in (attention[0], indexer[1], indexer[-1]):

@@ -125,7 +125,8 @@ def tune(
     kernels. dsv4lab doctor says what is there.
 
     Args:
-        targets: fp8-gemm (SGLang's block-FP8 linear layers), moe (its FP8 experts), attention, indexer (our kernels).
+        targets: fp8-gemm (SGLang's block-FP8 linear layers), moe (its FP8 experts), gemm, attention, indexer (our
+            kernels).
         tp: GPUs that share the model: 1, 2, 4 or 8. Tune once for each that you serve with.
         budget_s: Seconds after which no further shape is begun.
         jobs: Candidates that are compiled at once. One a core, but one, if not given.

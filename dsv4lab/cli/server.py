@@ -36,8 +36,8 @@ def serve(
         model: A folder, or a name on the Hugging Face hub. A preset with a synthetic model needs none.
         preset: All our kernels on RTX PRO 6000 (rtx6000-8x, rtx6000-2x); SGLang as it is, on an H200 (h200) or any GPU
             (single); synthetic, six layers with dummy weights and no download; or a stage of the campaign.
-        hooks: What runs in SGLang's place, over the preset: attention=gluon,indexer=triton,topk=triton,mhc=split_k.
-            What is not named is SGLang's own.
+        hooks: What runs in SGLang's place, over the preset: attention=gluon,indexer=triton,topk=triton,mhc=split_k,
+            gemm=split_k. What is not named is SGLang's own.
         tp: GPUs that share the model.
         context_length: Longest request in tokens.
         layers: Layers of a synthetic model.
@@ -151,8 +151,8 @@ def campaign(
     Example: dsv4lab campaign --stages stock,indexer --budget-s 900 --out campaign
 
     Args:
-        stages: Which of indexer, native, indexer_tuned, native_tuned, stock, indexer_ctx8192, split_k, mma, bf16,
-            stock_ctx8192, native_auto, indexer_stock_mhc, attention_twice, compile, compile_nographs,
+        stages: Which of indexer, native, indexer_tuned, native_tuned, indexer_gemm, stock, indexer_ctx8192, split_k,
+            mma, bf16, stock_ctx8192, native_auto, indexer_stock_mhc, attention_twice, compile, compile_nographs,
             compile_stock_attention, done in this order; what is done in the folder of --out is not done again.
         layers: Layers of the synthetic model.
         context_length: Longest request in tokens, for the stages that cap none.

@@ -4,9 +4,8 @@ Everything that couples serving to a kernel module stands here.
 """
 
 import functools
-import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,12 @@ import torch
 from torch import Tensor
 
 from dsv4lab import tuned
+from dsv4lab.kernels import fp8_gemm, mqa_logits, sparse_mla, topk
 from dsv4lab.kernels import hc_pre as kernel
-from dsv4lab.kernels import mqa_logits, sparse_mla, topk
 from dsv4lab.kernels.launch import target
 from dsv4lab.kernels.replay import replay
 from dsv4lab.kernels.sparse_mla.plans import in_use
+from dsv4lab.kv_cache import FP8
 from dsv4lab.model import DSV4_FLASH
 
 MOST_ROWS = 256
@@ -80,6 +80,9 @@ def warm_up(asked: dict[str, str]) -> Callable:
             topk.warm_up(device)
         if (impl := asked.get("mhc")) in kernel.IMPLEMENTATIONS:
             kernel.warm_up(device, weights=torch.bfloat16 if impl == "split_k_bf16" else torch.float32)
+        if "gemm" in asked:
+            weights = {tuple(each.shape) for each in model.parameters() if each.dtype == FP8 and each.dim() == 2}
+            fp8_gemm.warm_up(device, sorted(shape for shape in weights if fp8_gemm.takes(1, *shape)))
 
     return init
 
@@ -88,11 +91,8 @@ def gemm_configs(root: Path, gpu: Callable[[], str]) -> Callable:
     """Around SGLang's lookup of a block-FP8 weight's configs: the tuned table of `root` for this GPU, if it has one."""
 
     @functools.cache
-    def tuned_configs(n: int, k: int, shape: tuple[int, int]) -> dict[int, dict] | None:
-        path = tuned.gemm_path(root, gpu(), n, k)
-        if shape != tuned.BLOCK_SHAPE or not path.is_file():
-            return None
-        return {int(rows): config for rows, config in json.loads(path.read_text(encoding="utf-8")).items()}
+    def tuned_configs(n: int, k: int, shape: tuple[int, int]) -> dict[int, dict]:
+        return tuned.read_sglang(tuned.gemm_path(root, gpu(), n, k)) if shape == tuned.BLOCK_SHAPE else {}
 
     def configs(original: Callable, N: int, K: int, block_n: int, block_k: int) -> dict[int, dict] | None:
         return tuned_configs(N, K, (block_n, block_k)) or original(N, K, block_n, block_k)
@@ -251,6 +251,39 @@ def mhc_pre(impl: str, sinkhorn: Callable[[], Callable]) -> Callable:
         return y.to(x.dtype), post.squeeze(1), comb.squeeze(1), False
 
     return hc_pre
+
+
+def gemm(impl: str, proven: Callable[[Callable], Callable] = lambda ours: ours) -> Callable:
+    """Around `w8a8_block_fp8_matmul_triton`: our kernel for the calls it is made for, SGLang's for all others.
+
+    proven: goes around our kernel's calls alone, as SGLang's are no proof of it.
+    """
+
+    @proven
+    def ours(A: Tensor, B: Tensor, As: Tensor, Bs: Tensor) -> Tensor:
+        out, workspace = fp8_gemm.empty(A.shape[0], *B.shape, A.device)
+        call = functools.partial(fp8_gemm.fp8_gemm, A, B, As, Bs, out=out, workspace=workspace)
+        replay(call, ("gemm", impl), (A, B, As, Bs, out, workspace))
+        return out
+
+    def w8a8_block_fp8_matmul(
+        original: Callable, A: Tensor, B: Tensor, As: Tensor, Bs: Tensor, block_size: Sequence[int],
+        output_dtype: torch.dtype = torch.float16,
+    ) -> Tensor:  # fmt: skip
+        if (
+            A.dim() == 2
+            and A.dtype == B.dtype == FP8
+            and As.dtype == Bs.dtype == torch.float32
+            and As.is_contiguous()
+            and Bs.is_contiguous()
+            and tuple(block_size) == tuned.BLOCK_SHAPE
+            and output_dtype == torch.bfloat16
+            and fp8_gemm.takes(A.shape[0], *B.shape)
+        ):
+            return ours(A, B, As, Bs)
+        return original(A, B, As, Bs, block_size, output_dtype)
+
+    return w8a8_block_fp8_matmul
 
 
 def _bf16(weight: Tensor) -> Tensor:

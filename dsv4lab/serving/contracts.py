@@ -50,7 +50,7 @@ def snapshot(wheel: Path) -> dict:
     """
     version, sources = read_wheel(wheel)
     release = releases.find(version)
-    hooks = [release.attention, release.indexer, release.topk, release.mhc, release.tables]
+    hooks = [release.attention, release.indexer, release.topk, release.mhc, release.gemm, release.tables]
     hooks += [release.weights] if release.weights else []
     targets = [target for hook in hooks for target in hook.targets]
     targets += [release.layer_forward, release.backend_init]

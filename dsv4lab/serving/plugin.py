@@ -99,7 +99,7 @@ def _replacements(setting: Setting, release: Release, installed: str) -> Iterato
     """(target, function, whether it goes around the original) of every hook, in the order to register them."""
     from dsv4lab.serving import adapters
 
-    if setting.active.keys() & {"attention", "indexer", "topk", "mhc"}:
+    if setting.active.keys() & {"attention", "indexer", "topk", "mhc", "gemm"}:
         yield release.backend_init, adapters.warm_up(setting.active), True
     if setting.attention != settings.STOCK:
         rank = _resolve(release.rank_function) if release.rank_function else None
@@ -137,6 +137,9 @@ def _replacements(setting: Setting, release: Release, installed: str) -> Iterato
         device_name = lambda: import_module("torch").cuda.get_device_name()  # noqa: E731
         ours = adapters.gemm_configs(tuned.required(), device_name)
         yield release.tables.targets[0], _proven("tables", setting.tables, installed, ours), True
+    if setting.gemm != settings.STOCK:
+        ours = adapters.gemm(setting.gemm, functools.partial(_proven, "gemm", setting.gemm, installed))
+        yield release.gemm.targets[0], ours, True
 
 
 def _lead_to_tables() -> None:

@@ -1,12 +1,12 @@
 """How a server is started, by name: one for each kind of machine, and one for each stage of the campaign."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from dsv4lab.hardware import NO_MULTICAST
 from dsv4lab.serving.settings import Setting
 
 _ALL = {"attention": "gluon", "indexer": "triton", "topk": "triton", "mhc": "split_k"}
-_OURS = Setting(**_ALL)
+_OURS = Setting(**_ALL, gemm="split_k")
 _FORCED = "forced"
 _STOCK = Setting()
 
@@ -60,7 +60,7 @@ PRESETS = {
     "h200": Preset("One H200 through SGLang's own Hopper path, no hook: the mark to beat.", arch="sm_90"),
     "synthetic": Preset(
         "Six layers of the true dimensions with dummy weights, all our kernels, on any one GPU: nothing is downloaded.",
-        Setting(**_ALL, sm120_path=_FORCED), context_length=1_048_576,
+        replace(_OURS, sm120_path=_FORCED), context_length=1_048_576,
         flags=_SYNTHETIC + _TRITON_GEMM, environment=_FP8_EXPERTS | _NO_DEEPGEMM, layers=6, take_tuned=True,
     ),
 }  # fmt: skip
@@ -112,6 +112,10 @@ STAGES = {
     ),
     "indexer_tuned": _stage(
         "All fixes with tuned tables for SGLang's FP8 GEMM and MoE.", _on_path(**_ALL, tables="tuned")
+    ),
+    "indexer_gemm": _stage(
+        "All fixes, and the block-FP8 linear layers of decode by our split-K kernel; tuned tables for the rest.",
+        _on_path(**_ALL, gemm="split_k", tables="tuned"),
     ),
     "native": Preset(
         "SGLang's own path for this GPU, with the GEMM and MoE backends of the stages.",

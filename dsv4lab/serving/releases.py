@@ -26,9 +26,9 @@ class Hook:
 @dataclass(frozen=True)
 class Release:
     """One SGLang release. rank_function: a padded call carries a rank's heads at their place among all, which this
-    function's rank tells; "" where they come first. sinkhorn: what MHC-pre leaves its mixing weights to. weights: what
-    draws dummy weights before they are processed; None where that comes after. tables: what finds the tuned configs of
-    a block-FP8 weight.
+    function's rank tells; "" where they come first. sinkhorn: what MHC-pre leaves its mixing weights to. gemm: what
+    multiplies by a block-FP8 weight where the backend is Triton. weights: what draws dummy weights before they are
+    processed; None where that comes after. tables: what finds the tuned configs of a block-FP8 weight.
     """
 
     attention: Hook
@@ -37,6 +37,7 @@ class Release:
     rank_function: str = ""
     mhc: Hook = Hook(("srt.models.deepseek_v4.DeepseekV4DecoderLayer.hc_pre",))
     sinkhorn: str = "srt.layers.mhc.hc_split_sinkhorn"
+    gemm: Hook = Hook(("srt.layers.quantization.fp8_kernel.w8a8_block_fp8_matmul_triton",))
     sm120_path: Hook = Hook(("srt.utils.common.is_sm120_supported",))
     weights: Hook | None = Hook(("srt.model_loader.weight_utils.initialize_dummy_weights",))
     tables: Hook = Hook(("srt.layers.quantization.fp8_kernel.get_w8a8_block_fp8_configs",))
@@ -70,6 +71,7 @@ RELEASES = {
         ),
         topk=_OLD["topk"],
         sinkhorn=_MOVED_SINKHORN,
+        gemm=Hook(("kernels.ops.quantization.fp8_kernel.w8a8_block_fp8_matmul_triton",)),
         tables=Hook(("kernels.ops.quantization.fp8_kernel.get_w8a8_block_fp8_configs",)),
     ),
     "0.5.23": Release(
@@ -78,6 +80,7 @@ RELEASES = {
         topk=Hook(("kernels.ops.attention.dsv4.topk.topk_transform_paged",), _TOPK_V1),
         mhc=Hook(("srt.models.deepseek_v4.DeepseekV4DecoderLayerBase.hc_pre",)),
         sinkhorn=_MOVED_SINKHORN,
+        gemm=Hook(("kernels.ops.gemm.fp8_kernel.w8a8_block_fp8_matmul_triton",)),
         tables=Hook(("kernels.ops.gemm.fp8_kernel.get_w8a8_block_fp8_configs",)),
     ),
 }

@@ -9,6 +9,7 @@ CHOICES = {
     "indexer": (STOCK, "torch_fallback", "torch_bf16", "triton"),
     "topk": (STOCK, "triton"),
     "mhc": (STOCK, "bf16", "split_k", "split_k_bf16"),
+    "gemm": (STOCK, "split_k"),
     "sm120_path": (STOCK, "forced"),
     "weights": (STOCK, "random"),
     "tables": (STOCK, "tuned"),
@@ -21,6 +22,7 @@ class Setting:
     """One of `CHOICES` for each hook; `version`: the SGLang release to treat an unknown one as.
 
     attention "gluon": `split_k` on a GPU that Gluon has no kernel for; the receipt of the first call says what ran.
+    gemm "split_k": SGLang's Triton FP8 GEMM is ours where rows are few, and stays SGLang's where they are many.
     sm120_path "forced": SGLang takes the code path of sm_120 on whatever GPU there is. weights "random": in place of
     SGLang's dummy weights, such as give an answer something to depend on. tables "tuned": SGLang's Triton FP8 GEMM and
     MoE take their configs from what `dsv4lab tune` wrote for this GPU. twice "padded": after our attention, SGLang's
@@ -31,6 +33,7 @@ class Setting:
     indexer: str = STOCK
     topk: str = STOCK
     mhc: str = STOCK
+    gemm: str = STOCK
     sm120_path: str = STOCK
     weights: str = STOCK
     tables: str = STOCK

@@ -31,6 +31,7 @@ LEGS = {
     "native": Leg((1, 16, 32, 64)),
     "indexer_tuned": Leg((1, 16, 32, 64)),
     "native_tuned": Leg((1, 16, 32, 64)),
+    "indexer_gemm": Leg((1, 16, 32, 64)),
     "stock": Leg(eager=True),
     "indexer_ctx8192": Leg(),
     "split_k": Leg(),

@@ -46,6 +46,7 @@ class Target:
 TARGETS = {
     "moe": Target("tune_moe", "moe", sglang=True),
     "fp8-gemm": Target("tune_fp8_gemm", "fp8_gemm", sglang=True),
+    "gemm": Target("tune_gemm", "ours", "gemm_points", "write_gemm"),
     "attention": Target("tune_attention", "ours", "attention_points", "write_attention"),
     "indexer": Target("tune_indexer", "ours", "indexer_points", "write_indexer"),
 }

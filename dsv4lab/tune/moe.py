@@ -23,13 +23,14 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4lab import numerics, tuned
+from dsv4lab.kernels.fp8_gemm import BLOCK, dequantised, random_fp8, random_scale
 from dsv4lab.kv_cache import FP8
 from dsv4lab.model import DSV4_FLASH
 from dsv4lab.records import Record
 from dsv4lab.roofline import Work
 from dsv4lab.tune import candidates
 from dsv4lab.tune.candidates import KEYS, Tile
-from dsv4lab.tune.fp8_gemm import BLOCK_K, BLOCK_N, ROWS, dequantised, random_fp8, random_scale, sources, tile_of
+from dsv4lab.tune.fp8_gemm import ROWS, sources, tile_of
 from dsv4lab.tune.sweep import DEFAULT, Point, winner
 
 EXPERIMENT = "tune_moe"
@@ -91,10 +92,10 @@ def make_inputs(case: Case, *, device: torch.device | str, seed: int = 0, sets: 
     """`sets` batches with their own routing, over the same experts."""
     g = torch.Generator(device).manual_seed(seed)
     (n, k), rows = case.weight, case.M * (case.topk if case.down else 1)
-    w = random_fp8(case.E, n, k, generator=g), random_scale(case.E, n // BLOCK_N, k // BLOCK_K, generator=g)
+    w = random_fp8(case.E, n, k, generator=g), random_scale(case.E, n // BLOCK, k // BLOCK, generator=g)
     batches = []
     for _ in range(sets):
-        x = random_fp8(rows, k, generator=g), random_scale(rows, k // BLOCK_K, generator=g)
+        x = random_fp8(rows, k, generator=g), random_scale(rows, k // BLOCK, generator=g)
         chosen = torch.rand(case.M, case.E, device=device, generator=g).topk(case.topk)
         weights = chosen.values / chosen.values.sum(1, keepdim=True)
         batches.append(Inputs(case, *x, *w, chosen.indices.int(), weights))
@@ -105,7 +106,7 @@ def blank(case: Case) -> Inputs:
     """Inputs on the CPU that are never read, but for the routing."""
     (n, k), rows = case.weight, case.M * (case.topk if case.down else 1)
     x, w = torch.empty(rows, k, dtype=FP8), torch.empty(1, n, k, dtype=FP8)  # of one expert: strides are what counts
-    scales = torch.empty(rows, k // BLOCK_K), torch.empty(1, n // BLOCK_N, k // BLOCK_K)
+    scales = torch.empty(rows, k // BLOCK), torch.empty(1, n // BLOCK, k // BLOCK)
     ids = torch.zeros(case.M, case.topk, dtype=torch.int32)
     return Inputs(case, x, scales[0], w, scales[1], ids, torch.empty(case.M, case.topk))
 
@@ -114,7 +115,7 @@ def variant(case: Case) -> tuple:
     """As for the GEMM, and the product; how many rows the sorted pairs have depends on the config too."""
     pairs = case.M * case.topk
     padded = tuple(_padded(case, block) % 16 == 0 for block in (16, 32, 64, 128))
-    return case.product, pairs % 16 == 0, padded, case.weight[1] // BLOCK_K % 16 == 0, case.weight[1] == BLOCK_K
+    return case.product, pairs % 16 == 0, padded, case.weight[1] // BLOCK % 16 == 0, case.weight[1] == BLOCK
 
 
 def _pairs(inputs: Inputs, dtype: torch.dtype) -> Tensor:

@@ -1,12 +1,14 @@
 """The lab's own kernels: their `CANDIDATES` on the shapes of one rank, and the tables that their plans ask for.
 
-`sparse_mla` gets a config for each batch of one number of heads; `mqa_logits` and `topk`, whose tables know no batch,
-the one that is best over all cases, by the geometric mean of its times.
+`sparse_mla` gets a config for each batch of one number of heads; `fp8_gemm` for each number of rows and for few
+or many outputs; `mqa_logits` and `topk`, whose tables know no batch, the one that is best over all cases. Best is the
+least geometric mean of times.
 """
 
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib import import_module
+from itertools import product
 from math import log
 from pathlib import Path
 from types import SimpleNamespace
@@ -61,6 +63,28 @@ def indexer_points(tp: int, **_: Any) -> list[Point]:
     return [_point(stem, "triton", module, module.CASES[name], finalists=ALL) for stem, module, name in wanted]
 
 
+def gemm_points(tp: int, **_: Any) -> list[Point]:
+    """`fp8_gemm` through every weight of one rank, with as many rows as a tile has."""
+    module, rows = _module("fp8_gemm"), import_module("dsv4lab.kernels.fp8_gemm.plans").ROWS
+    cases = [module.Case(layer, M, *shape) for M in rows for shape, layer in module.layers(tp).items()]
+    return [_point("fp8_gemm", "split_k", module, case, finalists=ALL) for case in cases]
+
+
+def write_gemm(root: Path, gpu: str, tp: int, found: Sequence[Record]) -> list[Path]:
+    """A config for each number of rows, of few outputs and of many. Nothing until there is one for every call."""
+    plans, entries = import_module("dsv4lab.kernels.fp8_gemm.plans"), []
+    for M, max_n in product(plans.ROWS, (plans.NARROW, plans.ANY)):
+        alike = [r for r in found if r.config["M"] == M and (r.config["N"] <= plans.NARROW) == (max_n == plans.NARROW)]
+        if cases := sorted({r.case for r in alike}):
+            best = _overall([[r for r in alike if r.case == case] for case in cases])
+            entries.append({"max_m": M, "max_n": max_n, "config": _config("fp8_gemm", best)})
+    many = {entry["max_m"] for entry in entries if entry["max_n"] == plans.ANY}
+    # a rank may have no weight of many outputs: what is best for few is then for any
+    entries = [e if e["max_m"] in many else e | {"max_n": plans.ANY} for e in entries]
+    every = len({entry["max_m"] for entry in entries}) == len(plans.ROWS)
+    return [_write(root, gpu, "fp8_gemm", entries=entries)] if every else []
+
+
 def write_attention(root: Path, gpu: str, tp: int, found: Sequence[Record]) -> list[Path]:
     """The winner of each batch counts up to that many rows, the last for all beyond."""
     heads = DSV4_FLASH.tensor_parallel(tp).num_attention_heads
@@ -111,6 +135,8 @@ def _config(stem: str, record: Record) -> dict:
     if stem == "sparse_mla":
         rows = record.config["B"] * record.config["s_q"]
         return asdict(plans.choose(arch, record.config["H"], rows, "gluon").config)
+    if stem == "fp8_gemm":
+        return asdict(plans.choose(arch, record.config["M"], record.config["N"]).config)
     choice = plans.choose(arch)
     return asdict(choice.config(record.config["next_n"]) if stem == "mqa_logits" else choice.config)
 

@@ -43,7 +43,7 @@ from dsv4lab.kernels.skinny_gemm.tiles import combine_kernel, dot_kernel, split_
 
 __all__ = [
     "CANDIDATES", "CASES", "EXPERIMENT", "IMPLEMENTATIONS", "LAYERS", "TABLE", "Case", "Config", "Dot", "Inputs",
-    "Split", "baseline", "choose", "config", "describe", "early", "first_launch", "judge", "launches", "make_inputs",
+    "Split", "baseline", "choose", "config", "describe", "first_launch", "judge", "launches", "make_inputs",
     "notes", "prepare", "reference", "rotated_bytes", "skinny_gemm", "static_launches", "warm_up", "work",
     "workspace_numel",
 ]  # fmt: skip

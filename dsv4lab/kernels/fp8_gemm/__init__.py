@@ -1,0 +1,183 @@
+"""A block-FP8 linear layer of a decode step, with few rows: e4m3 operands, fp32 sums, bf16 out, K split over blocks.
+
+    out[m, n] = sum over 128-wide chunks c of K: x_scale[m, c] * w_scale[n // 128, c] * <x[m, c], w[n, c]>
+
+It takes the operands of SGLang's `w8a8_block_fp8_matmul_triton`, which runs such layers where DeepGEMM has no kernel
+(sm_120, sm_89): one block for 64 x 128 outputs, so that a weight of 4096 rows keeps 32 SMs busy and leaves the others
+idle. Here up to `MAX_M` rows are a tile, and K is split until all SMs read. Each weight is read once; partial sums
+stay in L2. Deterministic: bitwise the same in every run, whatever the other rows hold.
+
+Implementations: `split_k`, ours; `bf16`: cuBLAS on operands that were dequantised before, with twice the bytes.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from dsv4lab.kernels.fp8_gemm import checks
+from dsv4lab.kernels.fp8_gemm.cases import (
+    BLOCK,
+    CASES,
+    EXPERIMENT,
+    Case,
+    Inputs,
+    baseline,
+    config,
+    dequantised,
+    judge,
+    layers,
+    make_inputs,
+    random_fp8,
+    random_scale,
+    reference,
+    rotated_bytes,
+    work,
+)
+from dsv4lab.kernels.fp8_gemm.checks import takes
+from dsv4lab.kernels.fp8_gemm.plans import MAX_M, SWEEP, TABLE, Config, Plan, buckets, choose, plan
+from dsv4lab.kernels.fp8_gemm.tiles import fp8_gemm_combine_kernel, fp8_gemm_kernel
+from dsv4lab.kernels.launch import launch, target, warm
+from dsv4lab.kernels.skinny_gemm import INTERPRETED
+from dsv4lab.kernels.skinny_gemm.checks import check_flat
+from dsv4lab.kv_cache import FP8
+
+__all__ = [
+    "BLOCK", "CANDIDATES", "CASES", "EXPERIMENT", "IMPLEMENTATIONS", "MAX_M", "TABLE", "Case", "Config", "Inputs",
+    "baseline", "config", "dequantised", "describe", "empty", "fp8_gemm", "judge", "launches", "layers", "make_inputs",
+    "notes", "plan_for", "prepare", "random_fp8", "random_scale", "reference", "rotated_bytes", "static_launches",
+    "takes", "warm_up", "work",
+]  # fmt: skip
+
+IMPLEMENTATIONS = ("bf16", "split_k")
+_ELEMENTS = 256
+"""Outputs that a program of the combine adds up: 32 partial sums a thread are on their way at once."""
+CANDIDATES = {f"split_k_{c.name}": ("split_k", c) for c in SWEEP}
+
+
+def plan_for(M: int, N: int, K: int, device: torch.device, config: Config | None = None) -> Plan:
+    """The plan of a call on a device, by its table's config or by another."""
+    arch, sms = target(device)
+    return plan(M, N, K, config or choose(arch, M, N).config, sms)
+
+
+def empty(M: int, N: int, K: int, device: torch.device, config: Config | None = None) -> tuple[Tensor, Tensor]:
+    """(result, workspace) of a call."""
+    out = torch.empty(M, N, dtype=torch.bfloat16, device=device)
+    return out, torch.empty(plan_for(M, N, K, device, config).partials(M, N) if M else 0, device=device)
+
+
+def launches(call: Inputs, out: Tensor, workspace: Tensor, *, plan: Plan, arch: str) -> list[tuple]:
+    """[(kernel, grid, arguments)] of one call, in order; nothing is launched."""
+    (M, K), N, c, split = call.x.shape, len(call.w), plan.config, plan.splits > 1
+    pdl = split and arch not in ("sm_80", "sm_89") and not INTERPRETED
+    columns, rows = plan.tiles(M, N)
+    arguments = dict(
+        x=call.x, x_stride16=(call.x.stride(0) if M > 1 else K) // 16, x_scale=call.x_scale, w=call.w,
+        w_scale=call.w_scale, out=workspace if split else out, M=M, steps=plan.steps, splits=plan.splits, N=N, K=K,
+        BLOCK_M=plan.block_m, BLOCK_N=c.block_n, STAGES=c.num_stages, SPLIT=split, PDL=pdl,
+        COMPUTE=tl.float32 if INTERPRETED else tl.float8e4nv, num_warps=c.num_warps,
+    )  # fmt: skip
+    first = fp8_gemm_kernel, (columns, plan.splits, rows), arguments
+    if not split:
+        return [first]
+    parts = -(-min(M, plan.block_m) * c.block_n // _ELEMENTS)
+    combine = dict(
+        partials=workspace, out=out, M=M, N=N, splits=plan.splits, BLOCK_M=plan.block_m, BLOCK_N=c.block_n,
+        BLOCK_E=_ELEMENTS, GROUP=4, PDL=pdl, num_warps=1, launch_pdl=pdl,
+    )  # fmt: skip
+    return [first, (fp8_gemm_combine_kernel, (parts, columns, rows), combine)]
+
+
+def fp8_gemm(
+    x: Tensor,
+    w: Tensor,
+    x_scale: Tensor,
+    w_scale: Tensor,
+    *,
+    out: Tensor | None = None,
+    workspace: Tensor | None = None,
+    config: Config | None = None,
+) -> Tensor:
+    """The product, bf16 [M, N]; see the module for the formula.
+
+    x: float8_e4m3fn [M, K], M up to `MAX_M`, rows dense and at multiples of 16 bytes. w: float8_e4m3fn [N, K]; N and K
+    multiples of 128. x_scale: fp32 [M, K / 128]; w_scale: fp32 [N / 128, K / 128]. All but x contiguous.
+    out: contiguous bf16 [M, N]. workspace: contiguous fp32, as large as the one of `empty`, any contents. Both are
+    allocated if absent. config: overrides the table's choice.
+
+    Raises ValueError naming the argument and what it was, ColdKernel if the stream is capturing and this variant was
+    never run before. No host sync.
+    """
+    checks.check_call(x, w, x_scale, w_scale)
+    (M, K), N, device = x.shape, len(w), x.device
+    arch, _ = target(device)
+    if out is None or workspace is None:
+        made = empty(M, N, K, device, config)
+        out, workspace = made[0] if out is None else out, made[1] if workspace is None else workspace
+    checks.check_out(out, M, N, device)
+    if M and N:
+        chosen = plan_for(M, N, K, device, config)
+        check_flat("workspace", workspace, torch.float32, chosen.partials(M, N), device)
+        for each in launches(Inputs(x, x_scale, w, w_scale), out, workspace, plan=chosen, arch=arch):
+            launch(*each)
+    return out
+
+
+def prepare(impl: str, inputs: Inputs) -> Callable[[], tuple[Tensor]]:
+    """A call that only launches, of an implementation or one of `CANDIDATES`.
+
+    It allocates as a serving engine does: from the pool of the graph that captures it.
+    """
+    impl, config = CANDIDATES.get(impl, (impl, None))
+    if impl == "bf16":
+        x, w = (dequantised(*pair).bfloat16() for pair in ((inputs.x, inputs.x_scale), (inputs.w, inputs.w_scale)))
+        return lambda: (torch.matmul(x, w.T),)
+    if impl != "split_k":
+        raise ValueError(f"impl must be one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
+    return lambda: (fp8_gemm(inputs.x, inputs.w, inputs.x_scale, inputs.w_scale, config=config),)
+
+
+def _variants(shapes: Iterable[tuple[int, int]], device: torch.device | str, arch: str, sms: int) -> Iterator[tuple]:
+    """(name, launches) of each entry of the table, for each weight [N, K]."""
+    for N, K in shapes:
+        w = torch.empty(N, K, dtype=FP8, device=device)
+        w_scale = torch.empty(N // BLOCK, K // BLOCK, device=device)
+        for bucket in buckets(arch):
+            if bucket != choose(arch, M := bucket.max_m, N):
+                continue
+            x, x_scale = torch.empty(M, K, dtype=FP8, device=device), torch.empty(M, K // BLOCK, device=device)
+            chosen = plan(M, N, K, bucket.config, sms)
+            out = torch.empty(M, N, dtype=torch.bfloat16, device=device)
+            workspace = torch.empty(chosen.partials(M, N), device=device)
+            name = f"n{N}_k{K}, {bucket.limits}: {bucket.config.name}"
+            yield name, launches(Inputs(x, x_scale, w, w_scale), out, workspace, plan=chosen, arch=arch)
+
+
+def warm_up(device: torch.device | str = "cuda", shapes: Iterable[tuple[int, int]] = layers(1)) -> None:
+    """Compile and load every variant that calls with weights [N, K] of these shapes can need, whatever M."""
+    device = torch.device(device)
+    for _, steps in _variants(shapes, device, *target(device)):
+        for each in steps:
+            warm(*each)
+
+
+def notes(impl: str, inputs: Inputs) -> dict:
+    """What a record says of how the call was launched."""
+    impl, config = CANDIDATES.get(impl, (impl, None))
+    if impl != "split_k":
+        return {}
+    chosen = plan_for(len(inputs.x), *inputs.w.shape, inputs.x.device, config)
+    return {"variant": chosen.config.name, "num_splits": chosen.splits}
+
+
+def describe(arch: str) -> list[str]:
+    """One line for each bucket: what `split_k` would run on an architecture, and the evidence for it."""
+    return [f"split_k, {b.limits}: {b.config.name} ({b.evidence})" for b in buckets(arch)]
+
+
+def static_launches(arch: str) -> Iterator[tuple[str, list[tuple]]]:
+    """The launches of every table entry of an architecture, on CPU tensors, by the name of the entry."""
+    sms = {"sm_90": 132, "sm_120": 188, "sm_89": 142}[arch]
+    return _variants([(4096, 8192), (32768, 1024)], "cpu", arch, sms)

@@ -1,0 +1,111 @@
+"""Named products, their inputs, the reference, PyTorch's bf16 result, the verdict, the work."""
+
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+from dsv4lab import numerics
+from dsv4lab.kv_cache import FP8
+from dsv4lab.model import DSV4_FLASH
+from dsv4lab.roofline import Work
+
+EXPERIMENT = "fp8_gemm"
+BLOCK = 128
+"""Rows and columns of a weight that share one scale, and columns of an activation."""
+
+
+@dataclass(frozen=True)
+class Case:
+    layer: str
+    M: int
+    N: int
+    K: int
+
+    @property
+    def name(self) -> str:
+        return f"n{self.N}_k{self.K}_m{self.M}"
+
+
+@dataclass
+class Inputs:
+    """x e4m3 [M, K], x_scale fp32 [M, K / 128], w e4m3 [N, K], w_scale fp32 [N / 128, K / 128]."""
+
+    x: Tensor
+    x_scale: Tensor
+    w: Tensor
+    w_scale: Tensor
+
+
+def layers(tp: int) -> dict[tuple[int, int], str]:
+    """Every weight [N, K] of a rank once, under the name of the first layer that has it."""
+    found = {shape: layer for layer, shape in reversed(DSV4_FLASH.fp8_linears(tp).items())}
+    return dict(reversed(found.items()))
+
+
+CASES = {
+    case.name: case
+    for tp in (1, 8)
+    for (N, K), layer in layers(tp).items()
+    for M in (1, 16, 32, 64)
+    for case in [Case(layer, M, N, K)]
+}
+
+
+def random_fp8(*shape: int, generator: torch.Generator) -> Tensor:
+    """e4m3 of all signs and of magnitudes below 2, none of them NaN."""
+    bits = torch.empty(shape, dtype=torch.uint8, device=generator.device).random_(generator=generator)
+    return bits.bitwise_and_(0xBF).view(FP8)
+
+
+def random_scale(*shape: int, generator: torch.Generator) -> Tensor:
+    return torch.rand(shape, device=generator.device, generator=generator) / 64 + 1 / 64
+
+
+def dequantised(x: Tensor, scale: Tensor) -> Tensor:
+    """fp32 of `x` [..., R, K], with a scale a row and 128 columns, or one for 128 rows and 128 columns."""
+    wide = scale.repeat_interleave(BLOCK, -1)
+    if scale.shape[-2] != x.shape[-2]:
+        wide = wide.repeat_interleave(BLOCK, -2)
+    return x.float() * wide
+
+
+def make_inputs(case: Case, *, device: torch.device | str, seed: int = 0, sets: int = 1) -> list[Inputs]:
+    """`sets` weights, with an activation each."""
+    g = torch.Generator(device).manual_seed(seed)
+    n, k = case.N // BLOCK, case.K // BLOCK
+    return [
+        Inputs(
+            random_fp8(case.M, case.K, generator=g), random_scale(case.M, k, generator=g),
+            random_fp8(case.N, case.K, generator=g), random_scale(n, k, generator=g),
+        )
+        for _ in range(sets)
+    ]  # fmt: skip
+
+
+def reference(inputs: Inputs) -> tuple[Tensor]:
+    """(out,) in float64, of the dequantised operands."""
+    x, w = dequantised(inputs.x, inputs.x_scale), dequantised(inputs.w, inputs.w_scale)
+    return (x.double() @ w.double().T,)
+
+
+def baseline(inputs: Inputs) -> tuple[Tensor]:
+    """(out,) of the dequantised operands in bf16."""
+    return (dequantised(inputs.x, inputs.x_scale).bfloat16() @ dequantised(inputs.w, inputs.w_scale).bfloat16().T,)
+
+
+def judge(inputs: Inputs, outputs: tuple[Tensor], expected: tuple[Tensor], usual: tuple[Tensor]) -> numerics.Check:
+    return numerics.check(outputs[0], expected[0], usual[0])
+
+
+def rotated_bytes(case: Case) -> float:
+    return float(case.N * case.K)
+
+
+def work(case: Case) -> Work:
+    """Operands once, the output once."""
+    return Work(2.0 * case.M * case.N * case.K, case.N * case.K + case.M * (case.K + 2.0 * case.N))
+
+
+def config(case: Case) -> dict:
+    return asdict(case)
