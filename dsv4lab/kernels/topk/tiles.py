@@ -13,6 +13,7 @@ A row of no more than 4 * LIST scores needs no maxima: its first program selects
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dsv4lab.kernels.rows import LOWEST, flip, query_length, score_key, store_maxima
 
@@ -262,13 +263,16 @@ def topk_kernel(
     lengths, length_stride_b, length_stride_n, length_step, next_n, limit, table, table_stride,
     out, out_stride, raw, raw_stride, k,
     LIST: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, READY: tl.constexpr,
-    PAGE: tl.constexpr, RAW: tl.constexpr, ALIGNED: tl.constexpr, THREADS: tl.constexpr,
+    PAGE: tl.constexpr, RAW: tl.constexpr, ALIGNED: tl.constexpr, THREADS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows, programs): the positions of a row's k largest scores, in ascending order, through its page table.
 
     The row of `maxima` is followed by a list of LIST int32 for the groups kept; at `arrivals` it counts the programs
     that are done. READY: the maxima are there, and one program a row is enough.
     """
+    if EARLY:  # the next kernel only after the wait: it may rely on what was before this one
+        gdc_wait()
+        gdc_launch_dependents()
     TILE: tl.constexpr = 4 * LIST
     row = tl.program_id(0)
     b = row // next_n
