@@ -510,7 +510,7 @@ def test_gluon_is_split_k_where_it_has_no_kernel():
 @pytest.mark.parametrize(
     ("heads", "few", "then"),
     [(1, 24, {25: 32, 64: 32, 65: 64, 10**6: 64}), (8, 24, {25: 32, 64: 32, 65: 64}), (16, 24, {64: 32, 65: 64}),
-     (17, 2, {3: 64}), (32, 2, {3: 64, 32: 64}), (64, 2, {3: 64, 4: 64, 256: 64}), (128, 2, {3: 64, 128: 64})],
+     (17, 4, {5: 64}), (32, 4, {5: 64, 32: 64}), (64, 4, {5: 64, 256: 64}), (128, 2, {3: 64, 128: 64})],
 )  # fmt: skip
 def test_gluon_takes_over_from_split_k_with_the_rows_to_fill_its_tiles(heads, few, then):
     def config(impl, rows):

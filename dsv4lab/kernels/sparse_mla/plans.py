@@ -56,6 +56,10 @@ COMPILED = "records/static/sparse_mla_20261129T213511Z.json"
 there, and, of several such, what was faster on the H200 with one block an SM (the sweep's "x1")."""
 
 
+TUNED = "records/tune_attention_h200_20261130T021938Z.jsonl"
+"""At batch 4 with 64 heads, where neither the sweep nor Gluon had looked so far."""
+
+
 def _table(evidence: str, *rows: tuple[int, int, Config]) -> tuple[Bucket, ...]:
     return tuple(Bucket(*row, evidence) for row in rows)
 
@@ -75,14 +79,16 @@ TABLE = {
         (ANY, 2, Config(16, 32, 4, 1, False, 1)),
         (ANY, ANY, Config(32, 32, 4, 1, True, 1)),
     ),
-    "sm_90": _table(
-        SWEEP_H200,
-        (16, 8, Config(16, 32, 4, 1, False, 2)),
-        (16, 24, Config(16, 64, 4, 1, False, 2)),
-        (16, ANY, Config(16, 32, 4, 3, False, 2)),
-        (ANY, 2, Config(16, 32, 4, 1, True, 2)),
-        (ANY, 8, Config(16, 64, 4, 1, False, 2)),
-        (ANY, ANY, Config(32, 32, 4, 1, True, 2)),
+    "sm_90": (
+        *_table(
+            SWEEP_H200,
+            (16, 8, Config(16, 32, 4, 1, False, 2)),
+            (16, 24, Config(16, 64, 4, 1, False, 2)),
+            (16, ANY, Config(16, 32, 4, 3, False, 2)),
+            (ANY, 2, Config(16, 32, 4, 1, True, 2)),
+        ),
+        *_table(TUNED, (64, 4, Config(16, 128, 8, 1, False, 1))),
+        *_table(SWEEP_H200, (ANY, 8, Config(16, 64, 4, 1, False, 2)), (ANY, ANY, Config(32, 32, 4, 1, True, 2))),
     ),
     "sm_120": _table(
         COMPILED,
@@ -99,7 +105,7 @@ GLUON = {
     "sm_90": (
         *(bucket for bucket in TABLE["sm_90"] if bucket.max_heads == 16 and bucket.max_rows <= 24),
         *_table(MEASURED, (16, 64, GLUON_N32), (16, ANY, GLUON_N64)),
-        *(bucket for bucket in TABLE["sm_90"] if bucket.max_heads == ANY and bucket.max_rows <= 2),
+        *(bucket for bucket in TABLE["sm_90"] if bucket.max_heads > 16 and bucket.max_rows <= 4),
         *_table(MEASURED, (ANY, ANY, GLUON_N64)),
     ),
 }
