@@ -1,6 +1,7 @@
 """What the chapters share around their figures, and that their README says what they answer."""
 
 import re
+from itertools import chain
 
 import nbformat
 import pandas as pd
@@ -110,11 +111,16 @@ def test_so_is_its_table_of_the_indexer():
 
 def test_so_is_its_table_of_the_server():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    (run,) = _named_runs(text, "serving")
-    assert serving.headline(run) in text
+    runs = [chapters.read_run("serving", file) for file in _named_files(text, "serving")]
+    started = serving.by_start(list(chain(*runs)), ("indexer", "native"))
+    assert serving.headline(serving.middle(serving.served(records.to_frame(runs[0])), started)) in text
+
+
+def _named_files(text: str, experiment: str) -> list[str]:
+    """The runs of an experiment that a text names as its sources, in its order."""
+    return re.findall(rf"`records/({experiment}_h200_\w+\.jsonl)`", text)
 
 
 def _named_runs(text: str, experiment: str) -> list[pd.DataFrame]:
-    """The runs of an experiment that a text names as its sources, in its order."""
-    files = re.findall(rf"`records/({experiment}_h200_\w+\.jsonl)`", text)
+    files = _named_files(text, experiment)
     return [records.to_frame(chapters.read_run(experiment, file)) for file in files]

@@ -131,6 +131,19 @@ def test_tables_of_a_step_and_of_links():
     assert frames.by_batch({"flat": comm.Cost(1e-6, 0.0)}, [1, 2])["flat"].tolist() == [1.0, 1.0]
 
 
+def test_parity_of_several_gpus_is_set_against_that_of_the_hopper_path():
+    run = records.read("serving_parity_tp")
+    table = frames.served_parity(records.to_frame(run))
+    assert list(table) == [record.case for record in run]
+    for record in run:
+        found, result = table[record.case], record.result
+        assert found["ours over the Hopper path, mean"] == result["difference_mean"] / result["noise_mean"]
+        assert found["ours over the Hopper path, largest"] == result["difference_max"] / result["noise_max"]
+        assert found.filter(like="another token").tolist() == [
+            result[name] for name in ("changed_decided", "changed", "changed_native")
+        ]
+
+
 def test_a_fit_of_reported_times_is_the_line_through_them():
     frame = pd.DataFrame({"impl": ["a", "a", "b"], "KiB": [4.0, 8.0, 4.0], "us": [10.0, 14.0, 99.0]})
     found = frames.fitted(frame, "a")

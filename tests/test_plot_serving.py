@@ -1,5 +1,6 @@
 from datetime import UTC, datetime
 
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -52,6 +53,34 @@ def test_the_steady_window_and_the_waves_have_tables_of_their_own():
     assert list(table.index) == ["stock", "native"] and table.loc["native"].tolist() == [3.0, 1.0]
 
 
+def at(minute: int, *lines: Record, beside: str = "") -> list[Record]:
+    """Lines of one start, its first answer at that minute."""
+    first = record(lines[0].impl, None).model_copy(
+        update={"date_utc": datetime(2026, 1, 1, 3, minute, tzinfo=UTC), "method": {"beside": beside.split()}}
+    )
+    return [first, *lines]
+
+
+def test_a_stage_started_again_has_a_row_a_start_and_a_median():
+    again = at(7, record("indexer", 64, output_tok_s=10.0, ttft_ms=3.0), record("indexer", 1, output_tok_s=2.0))
+    run = again[:2] + at(1, record("native", 64, output_tok_s=8.0)) + at(9, record("native", 64, output_tok_s=9.0))
+    run += at(8, record("indexer", 64, output_tok_s=6.0), beside="native x") + at(
+        5, record("mma", 64, output_tok_s=1.0)
+    )
+    table = serving.by_start(run, ("indexer", "native"))
+    assert table.index.tolist() == [
+        ("indexer", "01-01 03:07", "none"), ("indexer", "01-01 03:08", "native, x"),
+        ("native", "01-01 03:01", "none"), ("native", "01-01 03:09", "none"),
+    ]  # fmt: skip
+    assert table[64].tolist() == [10.0, 6.0, 8.0, 9.0]
+    assert serving.by_start(again[:2], ("indexer",), "ttft_ms")[64].tolist() == [3.0]
+    assert serving.pairs(table, "indexer", "native")[64].tolist() == [6 / 9, 10 / 8]
+    rates = pd.DataFrame({1: [0.5, 5.0, 4.0], 64: [1.0, 7.0, 3.0]}, index=["stock", "indexer", "native_auto"])
+    assert serving.middle(rates, table).to_dict("list") == {1: [0.5, 5.0, 4.0], 64: [1.0, 8.0, 3.0]}
+    with pytest.raises(ValueError, match="indexer at C=64 in None follows no start"):
+        serving.by_start(again[1:2], ("indexer",))
+
+
 def test_starts_tell_memory_and_the_first_error():
     table = serving.starts(RUN)
     assert list(table.index) == ["stock", "compile"]
@@ -82,7 +111,7 @@ def test_conditions_say_what_ran_beside_and_how_even_the_waves_were():
 
 def test_the_headline_has_a_dash_for_what_was_not_served():
     frame = records.to_frame([*RUN, record("indexer", 32, output_tok_s=50.0)])
-    *_, at_32, at_64 = serving.headline(frame).splitlines()
+    *_, at_32, at_64 = serving.headline(serving.served(frame)).splitlines()
     assert at_32 == "| 32 | – | 50.0 | – | – | – |"
     assert at_64 == "| 64 | 100 | 3,200 | 3,300 | 32.0x | 0.970x |"
 
@@ -104,3 +133,12 @@ def test_the_ladder_has_a_panel_for_each_source(rates):
     figure = serving.ladder({"measured": rates[64], "reported": pd.Series({"baseline": 29.7})}, "title")
     assert [axes.get_title("left") for axes in figure.axes] == ["measured", "reported"]
     assert len(figure.axes[0].patches) == len(rates)
+
+
+def test_ratios_are_cells_with_their_number():
+    table = pd.DataFrame({1: [0.5, 1.25], 16: [1.0, 4.0]}, index=["wo_b", "wq_b"])
+    figure = serving.ratios({"DeepGEMM": table, "SGLang": table}, "title", "rows")
+    assert [axes.get_title("left") for axes in figure.axes] == ["DeepGEMM", "SGLang"]
+    assert [text.get_text() for text in figure.axes[0].texts] == ["0.50", "1.00", "1.25", "4.00"]
+    faster, slower = (figure.axes[0].images[0].to_rgba(np.log2([[0.5, 4.0]]))[0, i] for i in (0, 1))
+    assert faster[2] > faster[0] and slower[0] > slower[2]

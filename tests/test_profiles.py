@@ -1,5 +1,7 @@
 """Profiles of stages as tables and bars."""
 
+from dataclasses import replace
+
 import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
@@ -7,7 +9,7 @@ from traces import SGLANG, Eager
 
 from dsv4lab import records, trace
 from dsv4lab.plot import profiles, tables
-from dsv4lab.trace import reduced
+from dsv4lab.trace import reduced, steps
 
 
 @pytest.fixture
@@ -49,6 +51,15 @@ def test_a_step_is_a_whole_one_and_its_families_add_up_to_it():
     assert profiles.a_step(ours.events).sum() == pytest.approx(in_steps["dur"].sum() / 3 / 1e6)
     first = in_steps.query("step == 0 and family == 'moe_gemm'")
     assert profiles.a_step(first)["moe_gemm"] == pytest.approx(first["dur"].sum() / 1e6)
+
+
+def test_what_events_add_is_the_busy_time():
+    ours = trace.read(SGLANG)
+    found = profiles.added(ours)
+    busy = steps.table(ours)["busy_ns"].sum() / 1000
+    assert found["added"].sum() == pytest.approx(busy) and (found["added"] <= found["dur"] / 1000 + 1e-9).all()
+    early = ours.events.query("step == 0").head(3).assign(ts=[0, 50, 60], dur=[100, 70, 20])
+    assert profiles.added(replace(ours, events=early))["added"].tolist() == [0.1, 0.02, 0.0]
 
 
 def test_a_rule_that_found_nothing_differs_from_one_that_could_not_look(kept):

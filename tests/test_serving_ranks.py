@@ -38,6 +38,19 @@ def test_waiting_is_told_from_moving():
     assert set(table["all_reduce"]) == {6} and set(table["all_gather"]) == {40}
 
 
+def test_both_attentions_of_one_trace_are_added_up_by_rank_and_step():
+    ours = [(rank, n, 1000 * n + 200 + rank, 2 + rank, "gluon_kernel") for rank in (0, 1) for n in (0, 1)]
+    merged = [(0, 0, 300, 1, "combine_kernel")]
+    others = ("_tiled_sparse_decode_kernel", "gemm")
+    padded = [(rank, n, 1000 * n + at, 40, others[n]) for rank in (0, 1) for n in (0, 1) for at in (310, 360)]
+    trace = traced(*step(0, 0, 5), *step(1, 1000, 5), *ours, *merged, *padded)
+    table = ranks.attention(trace)
+    assert table["attention_us"].to_dict() == {(0, 0): 3, (0, 1): 2, (1, 0): 3, (1, 1): 3}
+    assert table["padded_attention_us"].to_dict() == {(0, 0): 80, (0, 1): 0, (1, 0): 80, (1, 1): 0}
+    account, _ = ranks.account(trace, tp=2, batch=32, layers=6, link=LINK)
+    assert table.median().to_dict() == {name: account[name] for name in table}
+
+
 def test_ranks_with_other_collectives_are_an_error():
     with pytest.raises(TraceError, match="not the same ones"):
         ranks.parts(traced(*step(0, 0, 5), (0, 0, 300, 3, PUSH)))

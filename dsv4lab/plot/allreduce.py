@@ -207,6 +207,19 @@ _PARTS = {
     "wait": "waiting for the other rank",
     "first_wait": "waiting in the step's first all-reduce",
 }
+_PARITY = {
+    "prompts": "prompts",
+    "noise_mean": "the Hopper path, mean",
+    "difference_mean": "ours, mean",
+    "over_mean": "ours over the Hopper path, mean",
+    "noise_max": "the Hopper path, largest",
+    "difference_max": "ours, largest",
+    "over_max": "ours over the Hopper path, largest",
+    "decided": "decided: ours' margin exceeds the Hopper path's largest",
+    "changed_decided": "of these, another token from ours",
+    "changed": "of all, another token from ours",
+    "changed_native": "of all, another token from the Hopper path",
+}
 
 
 def served_receipts(run: Sequence[Record]) -> pd.DataFrame:
@@ -246,6 +259,13 @@ def served_rates(frame: pd.DataFrame, value: str = "output_tok_s") -> pd.DataFra
     """Tokens/s of servers: a row a stage and number of GPUs, a column a concurrency; invalid runs left out."""
     rows = frame[frame["C"].notna() & frame["passed"]].astype({"C": int})
     return rows.pivot(index=["stage", "tp"], columns="C", values=value)
+
+
+def served_parity(frame: pd.DataFrame) -> pd.DataFrame:
+    """Of records of serving_parity_tp: how far several GPUs are from one (nats), a column a context and one for all."""
+    over = {f"over_{kind}": frame[f"difference_{kind}"] / frame[f"noise_{kind}"] for kind in ("mean", "max")}
+    table = frame.assign(**over).set_index("case")[list(_PARITY)].astype(float)
+    return table.rename(columns=_PARITY).T.rename_axis(index=None, columns="prompts")
 
 
 def served_shares(steps: pd.DataFrame, parts: pd.DataFrame) -> pd.DataFrame:

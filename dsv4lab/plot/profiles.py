@@ -116,6 +116,18 @@ def a_step(events: pd.DataFrame) -> pd.Series:
     return inside.groupby("family", observed=True)["dur"].sum() / 1e6 / inside["step"].nunique()
 
 
+def added(trace: Trace) -> pd.DataFrame:
+    """The events inside a step with "added" (µs): how long each kept the GPU busy when none that began before it did.
+
+    These add up to the busy time, which durations do not: a kernel may begin before the one in front of it has ended,
+    and wait there.
+    """
+    events = trace.events.query("step >= 0").sort_values("ts", kind="stable")
+    end = events["ts"] + events["dur"]
+    free = end.cummax().shift(fill_value=0)
+    return events.assign(added=(end - events["ts"].clip(lower=free)).clip(lower=0) / 1000)
+
+
 def suspected(traces: Mapping[str, Trace]) -> pd.DataFrame:
     """The share of GPU time at stake by rule, a column a profile; "no shapes" where a rule had too few to judge."""
     columns = {}

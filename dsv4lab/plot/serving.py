@@ -1,13 +1,15 @@
-"""The campaign on a live server as tables and one figure; what was reported of it stands in tables of its own."""
+"""The campaign on a live server as tables and figures; what was reported of it stands in tables of its own."""
 
 from collections.abc import Mapping, Sequence
 
 import matplotlib.pyplot as plt
+import numpy as np
 import pandas as pd
+from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
 from dsv4lab.plot.chapters import number
-from dsv4lab.plot.palette import BLUE, GREEN, GREY
+from dsv4lab.plot.palette import BLUE, GREEN, GREY, VERMILLION
 from dsv4lab.plot.style import styled
 from dsv4lab.records import Record
 
@@ -21,7 +23,7 @@ LADDER = {
 }
 """The stages that follow from one another, and what each adds; the last has MHC-pre in one pass besides."""
 
-TUNED = {"indexer_tuned": "all fixes, tuned tables"}
+TUNED = {"indexer_tuned": "all fixes, tuned tables", "indexer_gemm": "all fixes, split-K GEMM, tuned tables"}
 MARKS = {
     "native": "SGLang's Hopper path",
     "native_tuned": "SGLang's Hopper path, tuned tables",
@@ -31,6 +33,12 @@ CAPPED = {"stock": "stock_ctx8192", "indexer": "indexer_ctx8192"}
 REPORTED = {"baseline": "baseline", "indexer_fix": "+ context capped to 8K"}
 """Rungs that the campaign reported under names of its own."""
 LABELS = LADDER | TUNED | REPORTED | MARKS | {short: f"{LADDER[stage]}, 8K allowed" for stage, short in CAPPED.items()}
+GEMM_RIVALS = {
+    "sglang_fp8": "SGLang, default",
+    "sglang_fp8_tuned": "SGLang, tuned",
+    "deepgemm_fp8": "DeepGEMM",
+    "bf16": "cuBLAS, bf16",
+}
 COMPILED = ("compile", "compile_nographs", "compile_stock_attention")
 STAGES = (*LADDER, *TUNED, *MARKS, *CAPPED.values(), *COMPILED)
 
@@ -49,6 +57,40 @@ def served(frame: pd.DataFrame, what: str = "output_tok_s") -> pd.DataFrame:
         raise ValueError(f"several records of {stage} at C={at:g}: choose one run first")
     table = rows.astype({"C": int}).pivot(index="stage", columns="C", values=what)
     return table.loc[[stage for stage in STAGES if stage in table.index]]
+
+
+def by_start(run: Sequence[Record], stages: Sequence[str], what: str = "output_tok_s") -> pd.DataFrame:
+    """Output tokens/s, or another of the results, of each start of these stages: a row a start, a column a concurrency.
+
+    run: of one file or several after another; the rates of a start follow its first answer. Rows are named by stage,
+    when the server stood (UTC) and what ran beside. ValueError for a rate that follows no start.
+    """
+    rows, last = {}, {}
+    for record in run:
+        stage, at = record.config["stage"], record.config["C"]
+        if stage not in stages or not record.check["passed"]:
+            continue
+        if record.case == "start":
+            last[stage] = stage, f"{record.date_utc:%m-%d %H:%M}", ", ".join(record.method["beside"]) or "none"
+        elif stage not in last:
+            raise ValueError(f"{stage} at C={at} in {record.file} follows no start of it")
+        elif at is not None:
+            rows.setdefault(last[stage], {})[at] = record.result[what]
+    table = pd.DataFrame.from_dict(rows, orient="index").sort_index(axis=1)
+    table = table.rename_axis(["stage", "at (UTC)", "beside"]).rename_axis(columns="C")
+    return table.loc[[stage for stage in stages if stage in table.index]]
+
+
+def middle(rates: pd.DataFrame, started: pd.DataFrame) -> pd.DataFrame:
+    """`rates` (`served`), for the stages of `started` (`by_start`) with the median over their starts in its place."""
+    return started.groupby(level="stage").median().combine_first(rates).loc[rates.index].rename_axis(columns="C")
+
+
+def pairs(started: pd.DataFrame, stage: str, other: str) -> pd.DataFrame:
+    """Every start of a stage over every start of another: the lowest and the highest ratio, a column a concurrency."""
+    low, high = (started.groupby(level="stage").agg(kind) for kind in ("min", "max"))
+    found = {"lowest": low.loc[stage] / high.loc[other], "highest": high.loc[stage] / low.loc[other]}
+    return pd.DataFrame(found).T.rename_axis(columns="C")
 
 
 def starts(run: Sequence[Record]) -> pd.DataFrame:
@@ -111,9 +153,8 @@ def conditions(run: Sequence[Record]) -> pd.DataFrame:
     return table.loc[[stage for stage in STAGES if stage in table.index.levels[0]]]
 
 
-def headline(frame: pd.DataFrame) -> str:
+def headline(rates: pd.DataFrame) -> str:
     """The README's table as Markdown, output tokens/s: stock, all fixes, SGLang's Hopper path, and two ratios."""
-    rates = served(frame)
     stages = [stage for stage in ("stock", "indexer", "native") if stage in rates.index]
     columns = {LABELS[stage]: rates.loc[stage].map(number) for stage in stages}
     for other, title in (("stock", "fixes / stock"), ("native", "fixes / Hopper path")):
@@ -176,7 +217,7 @@ def parity(frame: pd.DataFrame) -> pd.DataFrame:
         "decided": "decided: native's margin exceeds its noise",
         "changed_decided": "of these, with another token from ours",
         "changed": "of all, with another token from ours",
-        "changed_native": "of all, with another token from native itself",
+        "changed_native": "with another token from native itself, in all comparisons",
         "margin_median": "median margin",
     }
     return frame.set_index("case")[list(names)].rename(columns=names).T.rename_axis(columns=None)
@@ -203,5 +244,29 @@ def ladder(rates: Mapping[str, pd.Series], title: str | None = None, xlabel: str
             axes.set_title(name)
         if title:
             figure.suptitle(title, x=0.01, ha="left", fontsize=13)
+    plt.close(figure)
+    return figure
+
+
+def ratios(panels: Mapping[str, pd.DataFrame], title: str, xlabel: str) -> Figure:
+    """Ratios of times as coloured cells, a panel for each name, all with the same rows: below 1 (blue) is faster."""
+    colors = LinearSegmentedColormap.from_list("ratios", [BLUE, "white", VERMILLION])
+    with styled():
+        rows = max(len(table) for table in panels.values())
+        figure, grid = plt.subplots(
+            1, len(panels), sharey=True, squeeze=False, figsize=(1.6 + 2.4 * len(panels), 1.5 + 0.36 * rows)
+        )
+        for axes, (name, table) in zip(grid[0], panels.items(), strict=True):
+            axes.imshow(np.log2(table.to_numpy(dtype=float)), cmap=colors, vmin=-1.5, vmax=1.5, aspect="auto")
+            for (row, column), value in np.ndenumerate(table.to_numpy(dtype=float)):
+                ink = "white" if abs(np.log2(value)) > 1 else "black"
+                axes.text(column, row, f"{value:.2f}", ha="center", va="center", color=ink, fontsize=9)
+            axes.set_xticks(range(table.shape[1]), [f"{at}" for at in table.columns])
+            axes.set_yticks(range(len(table)), list(table.index))
+            axes.tick_params(length=0)
+            axes.grid(visible=False)
+            axes.set_xlabel(xlabel)
+            axes.set_title(name, fontsize=10)
+        figure.suptitle(title, x=0.01, ha="left", fontsize=13)
     plt.close(figure)
     return figure

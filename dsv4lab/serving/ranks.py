@@ -39,19 +39,13 @@ def account(
 
     TraceError if there is no whole step.
     """
-    table = steps.table(trace)
-    whole = table[~table["partial"]].set_index(["rank", "step"])["span_ns"]
-    if whole.empty:
-        raise TraceError("no whole step in the trace")
+    whole = _whole(trace)
     events, names = trace.events, trace.events["name"]
     collective = events["family"].isin(families.COMMUNICATION).to_numpy()
     reduces = collective & matching(names, _ALL_REDUCE)
 
     def spent(chosen: np.ndarray) -> float | None:
-        if not chosen.any():
-            return None
-        sums = events[chosen].groupby(["rank", "step"])["dur"].sum()
-        return 1e-3 * float(sums.reindex(whole.index, fill_value=0).median())
+        return float(_spent_us(events[chosen], whole).median()) if chosen.any() else None
 
     step_us, collectives_us = 1e-3 * float(whole.median()), spent(collective)
     calls = events[reduces].groupby(["rank", "step"]).size().reindex(whole.index, fill_value=0)
@@ -70,6 +64,31 @@ def account(
         model_us = sum(modelled_us(trace, tp=tp, batch=batch, layers=layers, link=link).values())
         found |= {"model_us": model_us, "model_share": model_us / (step_us - collectives_us + model_us)}
     return found, (1e-3 * whole).tolist()
+
+
+def attention(trace: Trace) -> pd.DataFrame:
+    """Our attention and SGLang's padded call in µs: a row a rank and whole step, as `account` takes its medians over.
+
+    Columns attention_us and padded_attention_us, 0 in a step without; TraceError if there is no whole step.
+    """
+    events, whole = trace.events, _whole(trace)
+    kernels = {"attention_us": OURS, "padded_attention_us": PADDED}
+    chosen = {name: matching(events["name"], kernel) for name, kernel in kernels.items()}
+    return pd.DataFrame({name: _spent_us(events[rows], whole) for name, rows in chosen.items()})
+
+
+def _whole(trace: Trace) -> pd.Series:
+    """Nanoseconds of every whole step, by rank and step."""
+    table = steps.table(trace)
+    whole = table[~table["partial"]].set_index(["rank", "step"])["span_ns"]
+    if whole.empty:
+        raise TraceError("no whole step in the trace")
+    return whole
+
+
+def _spent_us(events: pd.DataFrame, whole: pd.Series) -> pd.Series:
+    """The events' durations added up, for every one of the whole steps."""
+    return 1e-3 * events.groupby(["rank", "step"])["dur"].sum().reindex(whole.index, fill_value=0)
 
 
 def modelled_us(trace: Trace, *, tp: int, batch: int, layers: int, link: Link) -> dict[str, float]:
