@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from dsv4lab import hardware, numerics
-from dsv4lab.kernels import fp8_gemm, hc_pre, launch, mqa_logits, replay, sparse_mla, topk
+from dsv4lab.kernels import fp8_gemm, hc_pre, launch, mqa_logits, replay, slots, sparse_mla, topk
 from dsv4lab.kernels.sparse_mla import plans
 from dsv4lab.kv_cache import FP8
 from dsv4lab.model import DSV4_FLASH
@@ -136,6 +136,8 @@ def every_call(device: str, rows: int, seed: int = 0, hidden: int = 256) -> Iter
         yield f"mhc, {normed}", lambda given=given: torch.cat([each.flatten() for each in ours(None, *given)[:3]])
     linear = gemm_call(min(rows, 64), 256, 512, device=device, seed=seed)
     yield "gemm", lambda: adapters.gemm("split_k")(None, **linear)
+    given = call.context_lens, None, None, call.block_table, 256
+    yield "slots", lambda: adapters.compression_metadata()(lambda *_: ("scalars", None), *given)[-1]
 
 
 def test_every_launch_is_on_memory_that_can_be_told_again(monkeypatch):
@@ -161,7 +163,7 @@ def test_on_the_gpu_a_call_told_again_is_bitwise_a_planned_one(monkeypatch, rows
     for _, call in every_call("cuda", rows, seed=0, hidden=4096):
         call()
     known = dict(replay._kept)
-    assert len(known) == 7 and all(known.values())
+    assert len(known) == 8 and all(known.values())
     again = [call() for _, call in every_call("cuda", rows, seed=1, hidden=4096)]
     assert replay._kept == known
     for (name, call), told in zip(every_call("cuda", rows, seed=1, hidden=4096), again, strict=True):
@@ -311,6 +313,27 @@ def test_the_request_that_proves_the_hooks_has_rows_for_our_gemm_and_for_sglangs
         assert fp8_gemm.takes(1, n, k) and not fp8_gemm.takes(prompt, n, k)
 
 
+def test_slots_are_ours_and_all_else_of_the_metadata_sglangs():
+    original = lambda *given: (given, "scalar", None)  # noqa: E731
+    table = torch.tensor([[5, 8], [3, 1]], dtype=torch.int32, device=DEVICE)
+    given = torch.tensor([256, 600], device=DEVICE), "positions", "locations", table, 256
+    (*asked, wanted), scalar, found = adapters.compression_metadata()(original, *given)
+    assert scalar == "scalar" and wanted is False and all(a is b for a, b in zip(asked, given, strict=True))
+    assert found.tolist() == [[10, 11, -1, -1], [6, 7, 2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("call", "asked"),
+    [
+        ((1, 2, 3, 4, 256, False), (1, 2, 3, 4, 256, False)),
+        ((1, 2, 3), (1, 2, 3, None, 0, True)),
+    ],
+)
+def test_metadata_without_slots_stays_sglangs(call, asked):
+    ours = adapters.compression_metadata(lambda ours: lambda *_: pytest.fail("ours"))
+    assert ours(lambda *given: given, *call) == asked
+
+
 def test_a_counting_workspace_that_is_large_enough_is_used_again(monkeypatch):
     small, large = torch.zeros(2, 400, dtype=torch.int32), torch.zeros(3, 800, dtype=torch.int32)
     monkeypatch.setattr(adapters, "_counts", {small.device: [small, large]})
@@ -345,6 +368,7 @@ def test_before_anything_is_captured_every_asked_kernel_is_warmed_up(monkeypatch
     for module in (sparse_mla, mqa_logits, topk, hc_pre):
         name = module.__name__.rpartition(".")[2]
         monkeypatch.setattr(module, "warm_up", lambda device, name=name, **how: warmed.append((name, how)))
+    monkeypatch.setattr(slots, "warm_up", lambda device: warmed.append(("slots", str(device))))
     monkeypatch.setattr(fp8_gemm, "warm_up", lambda device, shapes: warmed.append(("fp8_gemm", {"shapes": shapes})))
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Identity())
     for shape in ((256, 128), (128, 384), (128, 384), (192, 128), (4, 128, 128)):
@@ -364,5 +388,6 @@ def test_before_anything_is_captured_every_asked_kernel_is_warmed_up(monkeypatch
     assert start(attention="mma") == [("sparse_mla", {"heads": 8, "impl": "mma"})]
     assert start(indexer="triton", topk="triton") == [("mqa_logits", {"maxima": (False,)}), ("topk", {})]
     assert start(gemm="split_k", tables="tuned") == [("fp8_gemm", {"shapes": [(128, 384), (256, 128)]})]
+    assert start(slots="triton") == [("slots", "cpu")]
     assert start(mhc="split_k_bf16") == [("hc_pre", {"weights": torch.bfloat16})]
     assert start(indexer="torch_bf16", mhc="bf16", sm120_path="forced") == []

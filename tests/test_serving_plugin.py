@@ -13,18 +13,18 @@ import pytest
 import torch
 
 from dsv4lab import tuned
-from dsv4lab.kernels import fp8_gemm, hc_pre, mqa_logits, sparse_mla, topk
+from dsv4lab.kernels import fp8_gemm, hc_pre, mqa_logits, slots, sparse_mla, topk
 from dsv4lab.serving import adapters, contracts, plugin, receipts, releases, server_log, settings
 from dsv4lab.tune import fp8_gemm as sglang_gemm
 
 pytest_plugins = ["compiler_on"]
 
 VERSIONS = sorted(releases.RELEASES)
-ALL = "attention=split_k,indexer=triton,topk=triton,gemm=split_k"
+ALL = "attention=split_k,indexer=triton,topk=triton,gemm=split_k,slots=triton"
 
 
 def hooks(release: releases.Release) -> list[releases.Hook]:
-    return [release.attention, release.indexer, release.topk, release.gemm]
+    return [release.attention, release.indexer, release.topk, release.gemm, release.slots]
 
 
 # the setting
@@ -44,8 +44,8 @@ def test_a_setting_says_what_is_active():
         ("attention=", "'attention=' must read name=value"),
         (
             "atention=mma",
-            "there is no 'atention'; known: attention, indexer, topk, mhc, gemm, sm120_path, weights, tables, twice, "
-            "version",
+            "there is no 'atention'; known: attention, indexer, topk, mhc, gemm, slots, sm120_path, weights, tables, "
+            "twice, version",
         ),
         ("attention=flash", "attention must be one of stock, simt, mma, split_k, gluon, got 'flash'"),
         ("topk=triton,topk=stock", "topk is given twice"),
@@ -62,6 +62,7 @@ def test_what_can_be_set_is_what_the_kernels_have():
     assert set(settings.CHOICES["topk"]) <= {"stock", *topk.IMPLEMENTATIONS}
     assert set(settings.CHOICES["mhc"]) <= {"stock", "bf16", *hc_pre.IMPLEMENTATIONS}
     assert set(settings.CHOICES["gemm"]) <= {"stock", *fp8_gemm.IMPLEMENTATIONS}
+    assert settings.CHOICES["slots"] == ("stock", *slots.IMPLEMENTATIONS)
 
 
 # the table against the contracts of the wheels
@@ -86,8 +87,9 @@ def test_a_release_is_hooked_where_it_looks(version):
 @pytest.mark.parametrize("version", VERSIONS)
 def test_every_call_a_release_makes_is_one_that_ours_takes(version):
     release, contract = releases.RELEASES[version], contracts.read(version)
-    gemm = functools.partial(adapters.gemm("split_k"), "original")
-    ours = adapters.attention("split_k"), adapters.indexer("triton"), adapters.topk_transform, gemm
+    around = adapters.gemm("split_k"), adapters.compression_metadata()
+    ours = adapters.attention("split_k"), adapters.indexer("triton"), adapters.topk_transform
+    ours += tuple(functools.partial(function, "original") for function in around)
     for hook, function in zip(hooks(release), ours, strict=True):
         calls = [call for target in hook.targets for call in contract["functions"][target]["calls"]]
         assert calls
@@ -109,13 +111,19 @@ def test_a_contract_is_read_from_sources():
         "sglang/a/user.py": "from sglang.a import f\ndef g():\n    h = f\n    def k(): return h(1, y=2)\n",
         "sglang/a/other.py": "def g(f): return f(1, 2, 3)\n",
         "sglang/a/late.py": "class C:\n  def m(self):\n    from sglang.a.home import f as h\n    h(**self.all)\n",
+        "sglang/a/named.py": "from sglang.a.home import f as h\nclass C:\n  def m(self): return h(1, 2, y=3)\n",
     }
     assert contracts._function(sources, "a.home.f") == {
         "file": "sglang/a/home.py",
         "parameters": ["x", "y", "**z"],
-        "lookups": ["sglang/a/late.py: imported in m", "sglang/a/user.py: imported at import"],
+        "lookups": [
+            "sglang/a/late.py: imported in m",
+            "sglang/a/named.py: imported at import",
+            "sglang/a/user.py: imported at import",
+        ],
         "calls": [
             {"file": "sglang/a/late.py", "positional": 0, "keywords": ["**"]},
+            {"file": "sglang/a/named.py", "positional": 2, "keywords": ["y"]},
             {"file": "sglang/a/user.py", "positional": 1, "keywords": ["y"]},
         ],
     }
@@ -416,6 +424,27 @@ def test_our_gemm_is_proven_by_a_call_that_it_took(monkeypatch, sglang, tmp_path
     assert out.shape == (3, 256) and lost == []
     (live,) = [receipt for receipt in receipts.read(tmp_path) if receipt.kind == "live"]
     assert live.arguments["0"] == "float8_e4m3fn[3, 128]" and live.arguments["3"] == "float32[2, 1]"
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_our_slots_are_proven_by_a_call_that_asks_for_them(monkeypatch, sglang, tmp_path, version):
+    sglang(version)
+    target, asked = releases.RELEASES[version].slots.targets[0], []
+    owner, name = plugin_owner(f"sglang.{target}")
+    stock_one = functools.wraps(getattr(owner, name))(lambda *given: asked.append(given[-1]) or ("scalars", None))
+    setattr(owner, name, stock_one)
+    assert registered(monkeypatch, "slots=triton") == ""
+    table, lens = torch.tensor([[7, 9]], dtype=torch.int32), torch.tensor([384], dtype=torch.int32)
+
+    def lost_after(wanted: bool) -> tuple[tuple, list[str]]:
+        result = found(target)(lens, lens - 1, lens, table, 256, compute_page_indices=wanted)
+        return result, receipts.missing(receipts.read(tmp_path), {"slots": "triton"}, 1)
+
+    assert lost_after(False) == (("scalars", None), ["slots=triton is live on no rank, of 1 asked for"])
+    (scalars, slots_of_row), lost = lost_after(True)
+    assert (scalars, slots_of_row.tolist(), lost, asked) == ("scalars", [[14, 15, 18, -1]], [], [False, False])
+    (live,) = [receipt for receipt in receipts.read(tmp_path) if receipt.kind == "live"]
+    assert live.arguments == {"0": "int32[1, 2]", "1": "int32[1]"}
 
 
 def test_the_forced_path_is_proven_by_the_stock_attention_being_called(monkeypatch, sglang, tmp_path):

@@ -55,7 +55,7 @@ def hooked(torchvision):
     """SGLang with all our kernels in its place, for the rest of this process."""
     from sglang.version import __version__
 
-    ours = "attention=split_k,indexer=triton,topk=triton,gemm=split_k,sm120_path=forced,weights=random"
+    ours = "attention=split_k,indexer=triton,topk=triton,gemm=split_k,slots=triton,sm120_path=forced,weights=random"
     plugin.install(settings.parse(ours), __version__)
     return releases.find(__version__)
 
@@ -67,6 +67,7 @@ def test_the_real_registry_puts_ours_where_sglang_looks(hooked):
     from sglang.srt.model_loader import loader
 
     assert fp8_utils.w8a8_block_fp8_matmul_triton is plugin._resolve(hooked.gemm.targets[0])
+    assert deepseek_v4_backend._init_compression_metadata_triton is plugin._resolve(hooked.slots.targets[0])
     assert loader.initialize_dummy_weights is plugin._resolve(hooked.weights.targets[0])
     assert getattr(deepseek_v4_backend, "_is_sm120", True)  # later releases ask whenever they need to know
     assert plugin._resolve(hooked.sm120_path.targets[0])() is True
@@ -115,6 +116,22 @@ def test_a_linear_layer_is_right_on_either_side_of_what_our_gemm_takes(hooked, m
     x = torch.empty(call.x.shape, dtype=torch.bfloat16)
     out = fp8_utils.triton_w8a8_block_fp8_linear(x, call.w, [128, 128], call.w_scale)
     assert fp8_gemm.judge(call, (out,), fp8_gemm.reference(call), fp8_gemm.baseline(call)).passed
+
+
+@pytest.mark.parametrize("lens", [[0, 1, 127, 128], [255, 1280, 1279, 1536], [4000, 129, 896, 384]])
+def test_the_metadata_of_compressed_keys_is_bitwise_sglangs_own(hooked, lens):
+    from sglang.srt.layers.attention import deepseek_v4_backend
+
+    generator = torch.Generator().manual_seed(lens[0])
+    lens = torch.tensor(lens, dtype=torch.int32)
+    table = torch.randint(0, 2**20, (4, 6), dtype=torch.int32, generator=generator)
+    locations = torch.randint(0, 2**20, (4,), generator=generator)
+    given = lens, lens - 1, locations, table, 256
+    ours = deepseek_v4_backend._init_compression_metadata_triton
+    found, expected = ours(*given, compute_page_indices=True), inspect.unwrap(ours)(*given, compute_page_indices=True)
+    assert len(found) == len(expected) and expected[-1].shape == (4, 12)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert numerics.bitwise_equal(mine, theirs)
 
 
 def test_sglang_reads_the_tables_as_they_are_written(hooked, monkeypatch, tmp_path):

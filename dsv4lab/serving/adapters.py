@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dsv4lab import tuned
-from dsv4lab.kernels import fp8_gemm, mqa_logits, sparse_mla, topk
+from dsv4lab.kernels import fp8_gemm, mqa_logits, slots, sparse_mla, topk
 from dsv4lab.kernels import hc_pre as kernel
 from dsv4lab.kernels.launch import target
 from dsv4lab.kernels.replay import replay
@@ -83,6 +83,8 @@ def warm_up(asked: dict[str, str]) -> Callable:
         if "gemm" in asked:
             weights = {tuple(each.shape) for each in model.parameters() if each.dtype == FP8 and each.dim() == 2}
             fp8_gemm.warm_up(device, sorted(shape for shape in weights if fp8_gemm.takes(1, *shape)))
+        if "slots" in asked:
+            slots.warm_up(device)
 
     return init
 
@@ -284,6 +286,32 @@ def gemm(impl: str, proven: Callable[[Callable], Callable] = lambda ours: ours) 
         return original(A, B, As, Bs, block_size, output_dtype)
 
     return w8a8_block_fp8_matmul
+
+
+def compression_metadata(proven: Callable[[Callable], Callable] = lambda ours: ours) -> Callable:
+    """Around `init_compression_metadata`: our slots of the c128 keys, and SGLang's own of all that a row has one of.
+
+    proven: goes around our kernel's calls alone, which are those that ask for slots.
+    """
+
+    @proven
+    def ours(page_table: Tensor, seq_lens: Tensor, page_size: int) -> Tensor:
+        out = slots.empty(page_table, page_size)
+        call = functools.partial(slots.c128_slots, page_table, seq_lens, page_size, out)
+        replay(call, ("slots", page_size), (page_table, seq_lens, out))
+        return out
+
+    def init_compression_metadata(
+        original: Callable, seq_lens: Tensor, positions: Tensor, raw_out_loc: Tensor, page_table: Tensor | None = None,
+        page_size: int = 0, compute_page_indices: bool = True,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        given = seq_lens, positions, raw_out_loc, page_table, page_size
+        if not compute_page_indices or page_table is None:
+            return original(*given, compute_page_indices)
+        *scalars, _ = original(*given, False)
+        return *scalars, ours(page_table, seq_lens, page_size)
+
+    return init_compression_metadata
 
 
 def _bf16(weight: Tensor) -> Tensor:

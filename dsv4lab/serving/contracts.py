@@ -50,8 +50,8 @@ def snapshot(wheel: Path) -> dict:
     """
     version, sources = read_wheel(wheel)
     release = releases.find(version)
-    hooks = [release.attention, release.indexer, release.topk, release.mhc, release.gemm, release.tables]
-    hooks += [release.weights] if release.weights else []
+    hooks = [release.attention, release.indexer, release.topk, release.mhc, release.gemm, release.slots]
+    hooks += [release.tables, release.weights] if release.weights else [release.tables]
     targets = [target for hook in hooks for target in hook.targets]
     targets += [release.layer_forward, release.backend_init]
     variables = {variable for hook in hooks for variable in hook.environment}
@@ -143,13 +143,16 @@ def _imports(tree: ast.Module, name: str, homes: list[str]) -> Iterator[str]:
 
 
 def _calls(tree: ast.Module, name: str) -> Iterator[ast.Call]:
-    for _, nodes in _scopes(tree):
-        names = {name}
+    everywhere = {name}
+    for where, nodes in _scopes(tree):
+        names = set(everywhere)
         for node in nodes:
             if isinstance(node, ast.ImportFrom):
                 names |= {alias.asname for alias in node.names if alias.name == name and alias.asname}
             elif isinstance(node, ast.Assign) and getattr(node.value, "id", None) == name:
                 names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        if where == "at import":
+            everywhere = names
         yield from (n for n in nodes if isinstance(n, ast.Call) and getattr(n.func, "id", None) in names)
 
 

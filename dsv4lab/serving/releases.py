@@ -27,8 +27,9 @@ class Hook:
 class Release:
     """One SGLang release. rank_function: a padded call carries a rank's heads at their place among all, which this
     function's rank tells; "" where they come first. sinkhorn: what MHC-pre leaves its mixing weights to. gemm: what
-    multiplies by a block-FP8 weight where the backend is Triton. weights: what draws dummy weights before they are
-    processed; None where that comes after. tables: what finds the tuned configs of a block-FP8 weight.
+    multiplies by a block-FP8 weight where the backend is Triton. slots: what writes the slots of the c128 keys, once
+    a forward. weights: what draws dummy weights before they are processed; None where that comes after. tables: what
+    finds the tuned configs of a block-FP8 weight.
     """
 
     attention: Hook
@@ -38,6 +39,7 @@ class Release:
     mhc: Hook = Hook(("srt.models.deepseek_v4.DeepseekV4DecoderLayer.hc_pre",))
     sinkhorn: str = "srt.layers.mhc.hc_split_sinkhorn"
     gemm: Hook = Hook(("srt.layers.quantization.fp8_kernel.w8a8_block_fp8_matmul_triton",))
+    slots: Hook = Hook(("srt.layers.attention.dsv4.metadata_kernel.init_compression_metadata",))
     sm120_path: Hook = Hook(("srt.utils.common.is_sm120_supported",))
     weights: Hook | None = Hook(("srt.model_loader.weight_utils.initialize_dummy_weights",))
     tables: Hook = Hook(("srt.layers.quantization.fp8_kernel.get_w8a8_block_fp8_configs",))
@@ -56,6 +58,7 @@ _OLD = dict(
     topk=Hook(("jit_kernel.dsv4.topk.topk_transform_512",), _TOPK_V1 | _TAIL_UNREAD),
 )
 _MOVED_SINKHORN = "kernels.ops.layernorm.mhc.hc_split_sinkhorn"
+_MOVED_SLOTS = Hook(("kernels.ops.attention.dsv4.metadata_kernel.init_compression_metadata",))
 _SRT, _OPS = Hook((_ATTENTION,), _PREFILL), Hook((_MOVED,), _PREFILL)
 
 RELEASES = {
@@ -72,6 +75,7 @@ RELEASES = {
         topk=_OLD["topk"],
         sinkhorn=_MOVED_SINKHORN,
         gemm=Hook(("kernels.ops.quantization.fp8_kernel.w8a8_block_fp8_matmul_triton",)),
+        slots=_MOVED_SLOTS,
         tables=Hook(("kernels.ops.quantization.fp8_kernel.get_w8a8_block_fp8_configs",)),
     ),
     "0.5.23": Release(
@@ -81,6 +85,7 @@ RELEASES = {
         mhc=Hook(("srt.models.deepseek_v4.DeepseekV4DecoderLayerBase.hc_pre",)),
         sinkhorn=_MOVED_SINKHORN,
         gemm=Hook(("kernels.ops.gemm.fp8_kernel.w8a8_block_fp8_matmul_triton",)),
+        slots=_MOVED_SLOTS,
         tables=Hook(("kernels.ops.gemm.fp8_kernel.get_w8a8_block_fp8_configs",)),
     ),
 }
