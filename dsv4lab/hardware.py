@@ -157,6 +157,11 @@ def arch_key(capability: tuple[int, int]) -> str:
     return f"sm_{major}{minor}"
 
 
+def sms_of(arch: str) -> int:
+    """SMs of the first GPU listed with an architecture like "sm_90"."""
+    return next(gpu.sms for gpu in GPUS if arch_key(gpu.capability) == arch)
+
+
 def arch_entry(table: Mapping[str, T], arch: str, relatives: Mapping[str, str]) -> T:
     """The entry of a config table for an architecture like "sm_120"; an unlisted one takes its nearest relative's."""
     if (known := relatives.get(arch, arch)) not in table:

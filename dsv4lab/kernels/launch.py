@@ -19,6 +19,9 @@ from dsv4lab.hardware import arch_key
 
 Arguments = Mapping[str, Any]
 
+INTERPRETED = triton.knobs.runtime.interpret
+"""Whether kernels are interpreted in this process: what a GPU alone can do is then left out of launches."""
+
 _lock = threading.RLock()
 _freezes = 0
 _records = threading.local()

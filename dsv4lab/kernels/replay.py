@@ -7,7 +7,6 @@ graph, where the host decides how long a step takes, that is a fifth of the host
 
 from collections.abc import Callable, Hashable, Sequence
 
-import triton
 from torch import Tensor
 
 from dsv4lab.kernels import launch
@@ -15,7 +14,6 @@ from dsv4lab.kernels import launch
 MOST = 4096
 """Layouts that are kept: past them all are forgotten, so that a server that meets new ones for ever does not grow."""
 
-_INTERPRETED = triton.knobs.runtime.interpret
 _kept: dict[Hashable, list[tuple] | None] = {}
 
 
@@ -25,7 +23,7 @@ def replay(call: Callable[[], object], key: tuple, tensors: Sequence[Tensor | No
     call: does nothing but `launch` kernels, on memory of `tensors` only; what it does depends on their layout and on
     `key` alone. Any other call, and all that is interpreted, is made as it is. Errors are those of `call`.
     """
-    if _INTERPRETED:
+    if launch.INTERPRETED:
         call()
         return
     starts = [0 if each is None else each.data_ptr() for each in tensors]

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsv4lab.kernels.arguments import check_contiguous
 from dsv4lab.kernels.launch import launch, warm
 
 IMPLEMENTATIONS = ("triton",)
@@ -60,8 +61,8 @@ def c128_slots(page_table: Tensor, seq_lens: Tensor, page_size: int, out: Tensor
         )
     bs, device = len(page_table), page_table.device
     out = empty(page_table, page_size) if out is None else out
-    _check("seq_lens", seq_lens, (torch.int32, torch.int64), (bs,), device)
-    _check("out", out, (torch.int32,), (bs, page_size // TOKENS * page_table.shape[1]), device)
+    check_contiguous("seq_lens", seq_lens, (torch.int32, torch.int64), (bs,), device)
+    check_contiguous("out", out, torch.int32, (bs, page_size // TOKENS * page_table.shape[1]), device)
     if out.numel():
         launch(*_launch(page_table, seq_lens, page_size, out))
     return out
@@ -74,15 +75,6 @@ def warm_up(device: torch.device | str = "cuda", *, page_size: int = PAGE) -> No
             table = torch.zeros(1, pages, dtype=torch.int32, device=device)
             lens = torch.zeros(1, dtype=whole, device=device)
             warm(*_launch(table, lens, page_size, empty(table, page_size)))
-
-
-def _check(name: str, tensor: Tensor, dtypes: tuple, shape: tuple[int, ...], device: torch.device) -> None:
-    if tensor.dtype not in dtypes or tensor.shape != shape or not tensor.is_contiguous() or tensor.device != device:
-        known = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise ValueError(
-            f"{name} must be contiguous {known} {list(shape)} on {device}, got {tensor.dtype} {list(tensor.shape)} "
-            f"strides {tensor.stride()} on {tensor.device}"
-        )
 
 
 def _launch(page_table: Tensor, seq_lens: Tensor, page_size: int, out: Tensor) -> tuple:

@@ -8,7 +8,6 @@ least geometric mean of times.
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib import import_module
-from itertools import product
 from math import log
 from pathlib import Path
 from types import SimpleNamespace
@@ -71,17 +70,20 @@ def gemm_points(tp: int, **_: Any) -> list[Point]:
 
 
 def write_gemm(root: Path, gpu: str, tp: int, found: Sequence[Record]) -> list[Path]:
-    """A config for each number of rows, of few outputs and of many. Nothing until there is one for every call."""
+    """A config for each number of rows, and one more for many outputs if the rank has such a weight.
+
+    Nothing until there is one for every number of rows.
+    """
     plans, entries = import_module("dsv4lab.kernels.fp8_gemm.plans"), []
-    for M, max_n in product(plans.ROWS, (plans.NARROW, plans.ANY)):
-        alike = [r for r in found if r.config["M"] == M and (r.config["N"] <= plans.NARROW) == (max_n == plans.NARROW)]
-        if cases := sorted({r.case for r in alike}):
-            best = _overall([[r for r in alike if r.case == case] for case in cases])
-            entries.append({"max_m": M, "max_n": max_n, "config": _config("fp8_gemm", best)})
-    many = {entry["max_m"] for entry in entries if entry["max_n"] == plans.ANY}
-    # a rank may have no weight of many outputs: what is best for few is then for any
-    entries = [e if e["max_m"] in many else e | {"max_n": plans.ANY} for e in entries]
-    every = len({entry["max_m"] for entry in entries}) == len(plans.ROWS)
+    for M in plans.ROWS:
+        of_rows = [record for record in found if record.config["M"] == M]
+        few = [record for record in of_rows if record.config["N"] <= plans.NARROW]
+        many = [record for record in of_rows if record.config["N"] > plans.NARROW]
+        for max_n, alike in ((plans.NARROW, few), (plans.ANY, many)) if many else ((plans.ANY, few),):
+            if cases := _by_case(alike):
+                config = _config("fp8_gemm", _overall(list(cases.values())))
+                entries.append({"max_m": M, "max_n": max_n, "config": config})
+    every = {entry["max_m"] for entry in entries} == set(plans.ROWS)
     return [_write(root, gpu, "fp8_gemm", entries=entries)] if every else []
 
 
@@ -103,7 +105,7 @@ def write_attention(root: Path, gpu: str, tp: int, found: Sequence[Record]) -> l
 
 def write_indexer(root: Path, gpu: str, tp: int, found: Sequence[Record]) -> list[Path]:
     """One config for each kernel; for the logits another for several queries a request."""
-    by_case = {case: [r for r in found if r.case == case] for case in dict.fromkeys(r.case for r in found)}
+    by_case = _by_case(found)
     several = by_case.pop(f"mqa_logits_{SEVERAL}", [])
     logits = [records for case, records in by_case.items() if case.startswith("mqa_logits")]
     topk = [records for case, records in by_case.items() if case.startswith("topk")]
@@ -114,6 +116,10 @@ def write_indexer(root: Path, gpu: str, tp: int, found: Sequence[Record]) -> lis
     if topk:
         written.append(_write(root, gpu, "topk", config=_config("topk", _overall(topk))))
     return list(dict.fromkeys(written))
+
+
+def _by_case(found: Sequence[Record]) -> dict[str, list[Record]]:
+    return {case: [r for r in found if r.case == case] for case in dict.fromkeys(r.case for r in found)}
 
 
 def _overall(cases: Sequence[Sequence[Record]]) -> Record:

@@ -16,9 +16,9 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from dsv4lab.hardware import EARLY_LAUNCH, sms_of
 from dsv4lab.kernels.fp8_gemm import checks
 from dsv4lab.kernels.fp8_gemm.cases import (
-    BLOCK,
     CASES,
     EXPERIMENT,
     Case,
@@ -36,10 +36,9 @@ from dsv4lab.kernels.fp8_gemm.cases import (
     work,
 )
 from dsv4lab.kernels.fp8_gemm.checks import takes
-from dsv4lab.kernels.fp8_gemm.plans import MAX_M, SWEEP, TABLE, Config, Plan, buckets, choose, plan
+from dsv4lab.kernels.fp8_gemm.plans import BLOCK, MAX_M, SWEEP, TABLE, Config, Plan, buckets, choose, plan
 from dsv4lab.kernels.fp8_gemm.tiles import fp8_gemm_combine_kernel, fp8_gemm_kernel
-from dsv4lab.kernels.launch import launch, target, warm
-from dsv4lab.kernels.skinny_gemm import INTERPRETED
+from dsv4lab.kernels.launch import INTERPRETED, launch, target, warm
 from dsv4lab.kernels.skinny_gemm.checks import check_flat
 from dsv4lab.kv_cache import FP8
 
@@ -71,7 +70,7 @@ def empty(M: int, N: int, K: int, device: torch.device, config: Config | None = 
 def launches(call: Inputs, out: Tensor, workspace: Tensor, *, plan: Plan, arch: str) -> list[tuple]:
     """[(kernel, grid, arguments)] of one call, in order; nothing is launched."""
     (M, K), N, c, split = call.x.shape, len(call.w), plan.config, plan.splits > 1
-    pdl = split and arch not in ("sm_80", "sm_89") and not INTERPRETED
+    pdl = split and arch in EARLY_LAUNCH and not INTERPRETED
     columns, rows = plan.tiles(M, N)
     arguments = dict(
         x=call.x, x_stride16=(call.x.stride(0) if M > 1 else K) // 16, x_scale=call.x_scale, w=call.w,
@@ -179,5 +178,4 @@ def describe(arch: str) -> list[str]:
 
 def static_launches(arch: str) -> Iterator[tuple[str, list[tuple]]]:
     """The launches of every table entry of an architecture, on CPU tensors, by the name of the entry."""
-    sms = {"sm_90": 132, "sm_120": 188, "sm_89": 142}[arch]
-    return _variants([(4096, 8192), (32768, 1024)], "cpu", arch, sms)
+    return _variants([(4096, 8192), (32768, 1024)], "cpu", arch, sms_of(arch))

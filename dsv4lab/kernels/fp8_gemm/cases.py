@@ -6,13 +6,12 @@ import torch
 from torch import Tensor
 
 from dsv4lab import numerics
+from dsv4lab.kernels.fp8_gemm.plans import BLOCK
 from dsv4lab.kv_cache import FP8
 from dsv4lab.model import DSV4_FLASH
 from dsv4lab.roofline import Work
 
 EXPERIMENT = "fp8_gemm"
-BLOCK = 128
-"""Rows and columns of a weight that share one scale, and columns of an activation."""
 
 
 @dataclass(frozen=True)

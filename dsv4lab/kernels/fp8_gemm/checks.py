@@ -3,13 +3,14 @@
 import torch
 from torch import Tensor
 
-from dsv4lab.kernels.fp8_gemm.plans import MAX_M, STEP
+from dsv4lab.kernels.arguments import check_contiguous, check_start
+from dsv4lab.kernels.fp8_gemm.plans import BLOCK, MAX_M
 from dsv4lab.kv_cache import FP8
 
 
 def takes(M: int, N: int, K: int) -> bool:
     """Whether there is a kernel for M rows through a weight [N, K]."""
-    return 1 <= M <= MAX_M and not N % STEP and not K % STEP and K > 0
+    return 1 <= M <= MAX_M and not N % BLOCK and not K % BLOCK and K > 0
 
 
 def check_call(x: Tensor, w: Tensor, x_scale: Tensor, w_scale: Tensor) -> None:
@@ -20,13 +21,13 @@ def check_call(x: Tensor, w: Tensor, x_scale: Tensor, w_scale: Tensor) -> None:
         )
     if w.ndim != 2 or not takes(max(len(x), 1), len(w), x.shape[1]):
         raise ValueError(
-            f"x [M, K] and w [N, K] must have M up to {MAX_M}, N and K multiples of {STEP}, got {list(x.shape)} and "
+            f"x [M, K] and w [N, K] must have M up to {MAX_M}, N and K multiples of {BLOCK}, got {list(x.shape)} and "
             f"{list(w.shape)}"
         )
     (M, K), N = x.shape, len(w)
     _check("w", w, FP8, (N, K), x.device)
-    _check("x_scale", x_scale, torch.float32, (M, K // STEP), x.device)
-    _check("w_scale", w_scale, torch.float32, (N // STEP, K // STEP), x.device)
+    _check("x_scale", x_scale, torch.float32, (M, K // BLOCK), x.device)
+    _check("w_scale", w_scale, torch.float32, (N // BLOCK, K // BLOCK), x.device)
 
 
 def check_out(out: Tensor, M: int, N: int, device: torch.device) -> None:
@@ -34,10 +35,5 @@ def check_out(out: Tensor, M: int, N: int, device: torch.device) -> None:
 
 
 def _check(name: str, given: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:
-    if given.dtype != dtype or given.shape != shape or not given.is_contiguous() or given.device != device:
-        raise ValueError(
-            f"{name} must be contiguous {str(dtype).removeprefix('torch.')} {list(shape)} on {device}, got "
-            f"{given.dtype} {list(given.shape)} strides {given.stride()} on {given.device}"
-        )
-    if given.data_ptr() % 16:
-        raise ValueError(f"{name} must start at a multiple of 16 bytes, got {given.data_ptr():#x}")
+    check_contiguous(name, given, dtype, shape, device)
+    check_start(name, given)

@@ -7,8 +7,8 @@ from dsv4lab.kernels import choices
 
 MAX_M = 64
 """Rows up to which the weights are what takes the time."""
-STEP = 128
-"""Columns of K a step."""
+BLOCK = 128
+"""Rows and columns of a weight that share one scale, and columns of an activation: a step of K."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def choose(arch: str, M: int, N: int) -> Bucket:
 
 def plan(M: int, N: int, K: int, config: Config, sms: int) -> Plan:
     """K split for `blocks_per_sm` blocks on each SM, into shares of two steps or more."""
-    block_m, all_steps = max(16, 1 << (M - 1).bit_length()), K // STEP
+    block_m, all_steps = max(16, 1 << (M - 1).bit_length()), K // BLOCK
     tiles = N // config.block_n
     splits = max(min(config.blocks_per_sm * sms // tiles, all_steps // 2), 1)
     steps = -(-all_steps // splits)

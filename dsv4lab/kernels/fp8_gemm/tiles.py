@@ -9,8 +9,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-BLOCK_K = tl.constexpr(128)
-"""Columns that share a scale: a step."""
+from dsv4lab.kernels.fp8_gemm.plans import BLOCK
+
+BLOCK_K = tl.constexpr(BLOCK)
 
 
 @triton.jit(do_not_specialize=["M", "x_stride16", "steps", "splits"])
@@ -36,7 +37,7 @@ def fp8_gemm_kernel(
     rows = x + m.to(tl.int64)[:, None] * (x_stride16 * 16) + k[None, :]
     columns = w + n.to(tl.int64)[:, None] * K + k[None, :]
     row_scales = x_scale + m * all_steps
-    tile_scales = w_scale + tile * BLOCK_N // 128 * all_steps
+    tile_scales = w_scale + tile * BLOCK_N // BLOCK_K * all_steps
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for step in tl.range(split * steps, tl.minimum((split + 1) * steps, all_steps), num_stages=STAGES):
         a = tl.load(rows + step * BLOCK_K, mask=some[:, None], other=0.0)

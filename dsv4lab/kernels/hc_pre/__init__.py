@@ -50,8 +50,8 @@ from dsv4lab.kernels.hc_pre.cases import (
 )
 from dsv4lab.kernels.hc_pre.plans import SWEEP, TABLE, Config, buckets, choose
 from dsv4lab.kernels.hc_pre.tiles import mix_kernel
-from dsv4lab.kernels.launch import launch, target, warm
-from dsv4lab.kernels.skinny_gemm import INTERPRETED, Dot, Split, first_launch
+from dsv4lab.kernels.launch import INTERPRETED, launch, target, warm
+from dsv4lab.kernels.skinny_gemm import Dot, Split, first_launch
 from dsv4lab.kernels.skinny_gemm.checks import check_flat
 from dsv4lab.model import DSV4_FLASH
 

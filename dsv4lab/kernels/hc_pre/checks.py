@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from dsv4lab.kernels.arguments import check_contiguous, check_start
 from dsv4lab.kernels.hc_pre.cases import HC, MIX, Inputs, Outputs
 from dsv4lab.kernels.skinny_gemm.checks import MAX_ROWS
 
@@ -25,13 +26,8 @@ def check_call(call: Inputs) -> None:
     shapes = {"hc_fn": (MIX, HC * hidden), "hc_scale": (3,), "hc_base": (MIX,)}
     for name, shape in shapes.items():
         each, dtype = getattr(call, name), call.hc_fn.dtype if name == "hc_fn" else torch.float32
-        if each.dtype != dtype or each.shape != shape or not each.is_contiguous() or each.device != device:
-            raise ValueError(
-                f"{name} must be contiguous {str(dtype).removeprefix('torch.')} {list(shape)} on {device}, got "
-                f"{each.dtype} {list(each.shape)} on {each.device}"
-            )
-    if call.hc_fn.data_ptr() % 16:
-        raise ValueError(f"hc_fn must start at a multiple of 16 bytes, got {call.hc_fn.data_ptr():#x}")
+        check_contiguous(name, each, dtype, shape, device)
+    check_start("hc_fn", call.hc_fn)
     if call.norm_weight is not None:
         _check_norm(call.norm_weight, hidden, device)
 
@@ -51,10 +47,5 @@ def check_outputs(out: Outputs, M: int, hidden: int, device: torch.device) -> No
     bf16, fp32 = torch.bfloat16, torch.float32
     needed = ("y", bf16, (M, hidden)), ("post", fp32, (M, HC)), ("comb", fp32, (M, HC, HC))
     for (name, dtype, shape), each in zip(needed, out, strict=True):
-        if each.data_ptr() % 16:
-            raise ValueError(f"{name} must start at a multiple of 16 bytes, got {each.data_ptr():#x}")
-        if each.dtype != dtype or each.shape != shape or not each.is_contiguous() or each.device != device:
-            raise ValueError(
-                f"{name} must be contiguous {str(dtype).removeprefix('torch.')} {list(shape)} on {device}, got "
-                f"{each.dtype} {list(each.shape)} strides {each.stride()} on {each.device}"
-            )
+        check_start(name, each)
+        check_contiguous(name, each, dtype, shape, device)

@@ -22,12 +22,12 @@ repeatable and the same under graph replay. Implementations: `triton`; `torch_fa
 from collections.abc import Callable, Iterator
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from dsv4lab import kv_cache as layouts
 from dsv4lab.hardware import EARLY_LAUNCH
+from dsv4lab.kernels.launch import INTERPRETED as _INTERPRETED
 from dsv4lab.kernels.launch import launch, target, warm
 from dsv4lab.kernels.mqa_logits import checks
 from dsv4lab.kernels.mqa_logits.cases import (
@@ -61,7 +61,6 @@ IMPLEMENTATIONS = ("torch_fallback", "torch_capped", "triton")
 CANDIDATES = {f"triton_{c.name}": ("triton", c) for c in SWEEP}
 CAPPED = DSV4_FLASH.c4_positions(8192)
 FALLBACK_BYTES = 4 << 30
-_INTERPRETED = triton.knobs.runtime.interpret
 _MANY_ROWS = 256
 
 

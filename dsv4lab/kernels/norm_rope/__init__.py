@@ -20,6 +20,7 @@ from torch import Tensor
 
 from dsv4lab import kv_cache
 from dsv4lab.hardware import arch_entry
+from dsv4lab.kernels.arguments import check_contiguous, check_start
 from dsv4lab.kernels.launch import launch, target, warm
 from dsv4lab.kernels.norm_rope.cases import (
     CASES,
@@ -88,16 +89,9 @@ def _check(call: Inputs) -> None:
         "freqs_cis": ((torch.complex64,), (len(call.freqs_cis), (HEAD_DIM - NOPE) // 2)),
     }  # fmt: skip
     for name, (dtypes, shape) in wanted.items():
-        each = getattr(call, name)
-        if each.dtype not in dtypes or each.shape != shape or not each.is_contiguous() or each.device != device:
-            known = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-            raise ValueError(
-                f"{name} must be contiguous {known} {list(shape)} on {device}, got {each.dtype} {list(each.shape)} "
-                f"on {each.device}"
-            )
+        check_contiguous(name, getattr(call, name), dtypes, shape, device)
     for name in ("weight", "freqs_cis"):
-        if getattr(call, name).data_ptr() % 16:
-            raise ValueError(f"{name} must start at a multiple of 16 bytes, got {getattr(call, name).data_ptr():#x}")
+        check_start(name, getattr(call, name))
     if not len(call.freqs_cis):
         raise ValueError("freqs_cis must have a position at least, got none")
 

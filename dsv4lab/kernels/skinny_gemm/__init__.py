@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4lab.kernels.launch import launch, target, warm
+from dsv4lab.kernels.launch import INTERPRETED, launch, target, warm
 from dsv4lab.kernels.skinny_gemm import checks
 from dsv4lab.kernels.skinny_gemm.cases import (
     CASES,
@@ -50,8 +50,6 @@ __all__ = [
 
 IMPLEMENTATIONS = ("fp32", "bf16", "split_k", "split_k_w32")
 CANDIDATES = {f"{impl}_{c.name}": (impl, c) for impl in ("split_k", "split_k_w32") for c in SWEEP}
-
-INTERPRETED = triton.knobs.runtime.interpret
 
 
 def workspace_numel(M: int, N: int, K: int, config: Config) -> int:

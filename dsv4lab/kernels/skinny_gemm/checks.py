@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from dsv4lab.kernels.arguments import check_contiguous, check_start
+
 MAX_ROWS = 1 << 20
 MAX_K = 1 << 16
 
@@ -25,8 +27,7 @@ def check_operands(x: Tensor, w: Tensor) -> None:
             f"w must be contiguous bfloat16 or float32 [N, {K}] on {x.device}, got {w.dtype} {list(w.shape)} strides "
             f"{w.stride()} on {w.device}"
         )
-    if w.data_ptr() % 16:
-        raise ValueError(f"w must start at a multiple of 16 bytes, got {w.data_ptr():#x}")
+    check_start("w", w)
 
 
 def check_out(out: Tensor, M: int, N: int, device: torch.device) -> None:
@@ -39,8 +40,7 @@ def check_out(out: Tensor, M: int, N: int, device: torch.device) -> None:
 
 
 def check_flat(name: str, buffer: Tensor, dtype: torch.dtype, least: int, device: torch.device) -> None:
-    if buffer.data_ptr() % 16:
-        raise ValueError(f"{name} must start at a multiple of 16 bytes, got {buffer.data_ptr():#x}")
+    check_start(name, buffer)
     if buffer.dtype != dtype or buffer.numel() < least or not buffer.is_contiguous() or buffer.device != device:
         raise ValueError(
             f"{name} must be contiguous {str(dtype).removeprefix('torch.')} with at least {least} elements on "
@@ -49,7 +49,4 @@ def check_flat(name: str, buffer: Tensor, dtype: torch.dtype, least: int, device
 
 
 def check_bias(bias: Tensor, N: int, device: torch.device) -> None:
-    if bias.dtype != torch.float32 or bias.shape != (N,) or not bias.is_contiguous() or bias.device != device:
-        raise ValueError(
-            f"bias must be contiguous float32 [{N}] on {device}, got {bias.dtype} {list(bias.shape)} on {bias.device}"
-        )
+    check_contiguous("bias", bias, torch.float32, (N,), device)

@@ -28,7 +28,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4lab.hardware import GPUS, arch_key
+from dsv4lab.hardware import sms_of
+from dsv4lab.kernels.launch import INTERPRETED as _INTERPRETED
 from dsv4lab.kernels.launch import launch, target, warm
 from dsv4lab.kernels.sparse_mla import checks
 from dsv4lab.kernels.sparse_mla.cases import (
@@ -92,7 +93,6 @@ MAX_C128 = 64 * -(-DSV4_FLASH.page_table_width(DSV4_FLASH.max_position_embedding
 """Positions that a c128 layer can select, as SGLang sizes its indices: two a logical page, in steps of 64."""
 
 _LOG2E = 1.4426950408889634
-_INTERPRETED = triton.knobs.runtime.interpret
 
 
 def plan(
@@ -304,7 +304,7 @@ def describe(arch: str) -> list[str]:
 def static_launches(arch: str) -> Iterator[tuple[str, list[tuple]]]:
     """The launches of every table entry of an architecture, on CPU tensors, by the name of the entry."""
     gluon = [bucket for bucket in GLUON.get(arch, ()) if bucket.config.gluon]
-    sms = next(gpu.sms for gpu in GPUS if arch_key(gpu.capability) == arch)
+    sms = sms_of(arch)
     for bucket in (*buckets(arch), *gluon):
         heads, rows = min(bucket.max_heads, 64), min(bucket.max_rows, 4)
         (call,) = make_inputs(Case("static", rows, heads), device="cpu")

@@ -15,11 +15,10 @@ Implementations: `triton`; `torch`: `torch.topk` alone, on rows whose tail holds
 from collections.abc import Callable, Iterator
 
 import torch
-import triton
 from torch import Tensor
 
 from dsv4lab.hardware import EARLY_LAUNCH
-from dsv4lab.kernels.launch import launch, target, warm
+from dsv4lab.kernels.launch import INTERPRETED, launch, target, warm
 from dsv4lab.kernels.rows import length_arguments, maxima_ints
 from dsv4lab.kernels.topk import checks
 from dsv4lab.kernels.topk.cases import (
@@ -52,7 +51,6 @@ __all__ = [
 IMPLEMENTATIONS = ("torch", "triton")
 ARRIVALS = 4
 """int32 at the end of a workspace row: the programs that have stored their maxima, and padding to 16 bytes."""
-_INTERPRETED = triton.knobs.runtime.interpret
 CANDIDATES = {f"triton_{c.name}": ("triton", c) for c in SWEEP}
 
 
@@ -78,7 +76,8 @@ def launches(
     next_n = rows // call.page_tables.shape[0]
     length, aligned = list_length(call.k), scores.stride(0) % 4 == 0 and scores.data_ptr() % 16 == 0
     programs = 1 if maxima_ready else max(c.programs_per_sm * sms // rows, 1)
-    warps, early = min(c.num_warps * length // 1024, 16), c.early and arch in EARLY_LAUNCH and not _INTERPRETED
+    early = c.early and arch in EARLY_LAUNCH and not INTERPRETED
+    warps = min(c.num_warps * length // 1024, 16)
     arguments = dict(
         scores=scores, stride=scores.stride(0) // (4 if aligned else 1),
         maxima=workspace, maxima_stride=workspace.stride(0) // 4, units=-(-width // 256),
