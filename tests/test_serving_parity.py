@@ -46,7 +46,7 @@ def test_ours_keeps_to_the_bounds_and_is_recorded(plan):
     assert whole.result["prompts"] == 24 and whole.result["changed_decided"] == 0
     assert 0 < whole.result["noise_mean"] < whole.result["noise_max"] < 0.2
     assert whole.check["passed"] and len(whole.check["differences"]) == 24
-    assert whole.config["C_again"] == [1, 4] and len(whole.check["noise"]) == 48
+    assert whole.config["C_again"] == [1, 4] and len(whole.check["noise"]) == 3 * 24
     assert "weights=random" in whole.server["native"]["hooks"]
     assert "attention=gluon" in whole.server["indexer"]["hooks"]
     started = json.loads((plan.out / "runs" / "parity_native" / "started.json").read_text())
@@ -165,6 +165,16 @@ def test_each_bound_is_one():
     )
     same = [replace(answer, second=1) for answer in answers]
     assert "only 1 different answers to 24 prompts" in complaints([replace(a, second=1) for a in again], 24, same)[0]
+
+
+def test_noise_is_of_every_two_batch_sizes_of_native():
+    answers = [Answer(5, n, 1, n, {"1": -1.0, "2": -3.0}, 0.1) for n in range(24)]
+    below, above = ([replace(a, logprobs={"1": p, "2": -3.0}) for a in answers] for p in (-1.1, -0.9))
+    ours = [replace(below[0], logprobs={"1": -1.35, "2": -3.0}), *below[1:]]
+    found = judge([answers, below, above, answers, ours], 24)
+    assert found.check["passed"] and found.result["noise_max"] == pytest.approx(0.2)
+    assert found.result["noise_mean"] == pytest.approx(0.4 / 3)
+    assert not judge([answers, below, answers, ours], 24).check["passed"]
 
 
 def test_on_two_gpus_each_path_is_compared_with_itself_on_one(plan, another_h200):

@@ -151,8 +151,8 @@ def campaign(
     Example: dsv4lab campaign --stages stock,indexer --budget-s 900 --out campaign
 
     Args:
-        stages: Which of indexer, native, indexer_tuned, native_tuned, indexer_gemm, stock, indexer_ctx8192, split_k,
-            mma, bf16, stock_ctx8192, native_auto, indexer_stock_mhc, attention_twice, compile, compile_nographs,
+        stages: Which of indexer, native, indexer_tuned, native_tuned, indexer_ctx8192, native_auto, stock, split_k,
+            mma, bf16, stock_ctx8192, indexer_stock_gemm, indexer_stock_mhc, attention_twice, compile, compile_nographs,
             compile_stock_attention, done in this order; what is done in the folder of --out is not done again.
         layers: Layers of the synthetic model.
         context_length: Longest request in tokens, for the stages that cap none.

@@ -4,6 +4,7 @@ import math
 import statistics
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import Any
 
 ALLOWED = 2.0
@@ -32,7 +33,7 @@ REFERENCE, AGAIN, OURS = Run("native", 16), (Run("native", 1), Run("native", 4))
 
 @dataclass(frozen=True)
 class Comparison:
-    """Pairs of runs: `ours` may be so far from `base` as those of `again` are from the reference, `ALLOWED` times."""
+    """Runs: `ours` may be `ALLOWED` times as far from `base` as the reference and those of `again` are from another."""
 
     again: tuple[Run, ...]
     base: Run
@@ -84,11 +85,12 @@ class Judged:
 def judge(answers: list[list[Answer]], expected: int) -> Judged:
     """Of the answers of the reference, and of the runs of a comparison in their order, to the same prompts.
 
-    expected: how many prompts there were to be. Noise is of every prompt in every run of `again`.
+    expected: how many prompts there were to be. Noise is of every prompt in every two of the reference and `again`.
     """
     reference, *again, base, ours = answers
     followed = [len({answer.first for answer in each}) == 1 for each in zip(*answers, strict=True)]
-    noise = [gap for each in again for gap in map(difference, reference, each)]
+    itself = [pair for two in combinations((reference, *again), 2) for pair in zip(*two, strict=True)]
+    noise = [difference(*pair) for pair in itself]
     differences = list(map(difference, base, ours))
     decided = [answer.margin > max(noise) for answer in base]
     changed = [a.second != b.second for a, b in zip(base, ours, strict=True)]
@@ -101,7 +103,7 @@ def judge(answers: list[list[Answer]], expected: int) -> Judged:
         "decided": sum(decided),
         "changed_decided": sum(a and b for a, b in zip(decided, changed, strict=True)),
         "changed": sum(changed),
-        "changed_native": sum(a.second != b.second for each in again for a, b in zip(reference, each, strict=True)),
+        "changed_native": sum(a.second != b.second for a, b in itself),
         "margin_median": statistics.median(answer.margin for answer in reference),
         "distinct": len({answer.second for answer in reference}),
     }

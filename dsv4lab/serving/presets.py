@@ -5,8 +5,8 @@ from dataclasses import dataclass, field, replace
 from dsv4lab.hardware import NO_MULTICAST
 from dsv4lab.serving.settings import Setting
 
-_ALL = {"attention": "gluon", "indexer": "triton", "topk": "triton", "mhc": "split_k"}
-_OURS = Setting(**_ALL, gemm="split_k")
+_ALL = dict(attention="gluon", indexer="triton", topk="triton", mhc="split_k", gemm="split_k", slots="triton")
+_OURS = Setting(**_ALL)
 _FORCED = "forced"
 _STOCK = Setting()
 
@@ -96,7 +96,8 @@ STAGES = {
     "compile_stock_attention": _stage("Third attempt: with the stock attention.", _on_path(), _COMPILE),
     "stock_ctx8192": _stage("Stock with the context capped to 8,192 tokens.", _on_path(), context_length=8192),
     "indexer": _stage(
-        "All fixes, uncapped: attention, logits, top-k at a cost that follows the real length, MHC-pre in one pass.",
+        "All fixes, uncapped: attention, logits, top-k at a cost that follows the real length, MHC-pre in one pass, "
+        "FP8 linear layers split over K.",
         _on_path(**_ALL),
     ),
     "indexer_ctx8192": _stage(
@@ -106,16 +107,15 @@ STAGES = {
     "indexer_stock_mhc": _stage(
         "The same uncapped, with SGLang's own MHC-pre: what ours is worth.", _on_path(**_ALL | {"mhc": "stock"})
     ),
+    "indexer_stock_gemm": _stage(
+        "The same uncapped, with SGLang's own block-FP8 GEMM: what ours is worth.", _on_path(**_ALL | {"gemm": "stock"})
+    ),
     "attention_twice": _stage(
         "The same, and after each attention call SGLang's own on all padded heads: for a trace that has both.",
         _on_path(**_ALL, twice="padded"),
     ),
     "indexer_tuned": _stage(
         "All fixes with tuned tables for SGLang's FP8 GEMM and MoE.", _on_path(**_ALL, tables="tuned")
-    ),
-    "indexer_gemm": _stage(
-        "All fixes, and the block-FP8 linear layers of decode by our split-K kernel; tuned tables for the rest.",
-        _on_path(**_ALL, gemm="split_k", tables="tuned"),
     ),
     "native": Preset(
         "SGLang's own path for this GPU, with the GEMM and MoE backends of the stages.",
