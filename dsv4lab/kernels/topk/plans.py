@@ -32,7 +32,7 @@ class Choice:
     evidence: str
 
 
-COMPILED = "records/static/topk_20261130T031403Z.json"
+COMPILED = "records/static/topk_20261130T050119Z.json"
 """No such GPU has been measured: blocks of scores for which the compiler needs to spill nothing."""
 
 MEASURED = "records/topk_h200_20261130T030542Z.jsonl"

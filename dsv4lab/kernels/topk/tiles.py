@@ -13,7 +13,7 @@ A row of no more than 4 * LIST scores needs no maxima: its first program selects
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
 from dsv4lab.kernels.rows import LOWEST, flip, query_length, score_key, store_maxima
 
@@ -270,9 +270,8 @@ def topk_kernel(
     The row of `maxima` is followed by a list of LIST int32 for the groups kept; at `arrivals` it counts the programs
     that are done. READY: the maxima are there, and one program a row is enough.
     """
-    if EARLY:  # the next kernel only after the wait: it may rely on what was before this one
+    if EARLY:
         gdc_wait()
-        gdc_launch_dependents()
     TILE: tl.constexpr = 4 * LIST
     row = tl.program_id(0)
     b = row // next_n
