@@ -74,11 +74,24 @@ def test_a_stage_started_again_has_a_row_a_start_and_a_median():
     ]  # fmt: skip
     assert table[64].tolist() == [10.0, 6.0, 8.0, 9.0]
     assert serving.by_start(again[:2], ("indexer",), "ttft_ms")[64].tolist() == [3.0]
-    assert serving.pairs(table, "indexer", "native")[64].tolist() == [6 / 9, 10 / 8]
     rates = pd.DataFrame({1: [0.5, 5.0, 4.0], 64: [1.0, 7.0, 3.0]}, index=["stock", "indexer", "native_auto"])
     assert serving.middle(rates, table).to_dict("list") == {1: [0.5, 5.0, 4.0], 64: [1.0, 8.0, 3.0]}
     with pytest.raises(ValueError, match="indexer at C=64 in None follows no start"):
         serving.by_start(again[1:2], ("indexer",))
+
+
+def test_a_start_is_compared_with_the_one_beside_it():
+    rates = [("indexer", 4, 8.0), ("native", 4, 5.0), ("native", 9, 4.0), ("indexer", 9, 6.0), ("indexer", 1, 1.0)]
+    other = {"indexer": "native", "native": "indexer"}
+    lines = [
+        line
+        for stage, minute, rate in rates
+        for line in at(minute, record(stage, 64, output_tok_s=rate), beside=other[stage] if minute > 1 else "")
+    ]
+    table = serving.by_start(lines, ("indexer", "native"))
+    assert serving.pairs(table, "indexer", "native")[64].to_dict() == {"01-01 03:04": 1.6, "01-01 03:09": 1.5}
+    with pytest.raises(ValueError, match="2 starts of indexer beside native, 1 the other way round"):
+        serving.pairs(table.drop(index=("native", "01-01 03:09", "indexer")), "indexer", "native")
 
 
 def test_starts_tell_memory_and_the_first_error():

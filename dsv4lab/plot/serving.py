@@ -18,12 +18,13 @@ LADDER = {
     "mma": "+ attention on tensor cores",
     "split_k": "+ split-K",
     "bf16": "+ bf16 where FP32 was forced",
-    "indexer_stock_mhc": "+ indexer at the real length",
-    "indexer": "all fixes",
+    "indexer_stock_gemm": "+ indexer at the real length, MHC-pre",
+    "indexer": "+ FP8 linear layers split over K: all fixes",
 }
-"""The stages that follow from one another, and what each adds; the last has MHC-pre in one pass besides."""
+"""The stages that follow from one another, and what each adds."""
 
-TUNED = {"indexer_tuned": "all fixes, tuned tables", "indexer_gemm": "all fixes, split-K GEMM, tuned tables"}
+ALL_BUT = {"indexer_stock_mhc": "all fixes but MHC-pre"}
+TUNED = {"indexer_tuned": "all fixes, tuned tables"}
 MARKS = {
     "native": "SGLang's Hopper path",
     "native_tuned": "SGLang's Hopper path, tuned tables",
@@ -32,7 +33,8 @@ MARKS = {
 CAPPED = {"stock": "stock_ctx8192", "indexer": "indexer_ctx8192"}
 REPORTED = {"baseline": "baseline", "indexer_fix": "+ context capped to 8K"}
 """Rungs that the campaign reported under names of its own."""
-LABELS = LADDER | TUNED | REPORTED | MARKS | {short: f"{LADDER[stage]}, 8K allowed" for stage, short in CAPPED.items()}
+LABELS = LADDER | {"indexer": "all fixes"} | ALL_BUT | TUNED | REPORTED | MARKS
+LABELS |= {short: f"{LABELS[stage]}, 8K allowed" for stage, short in CAPPED.items()}
 GEMM_RIVALS = {
     "sglang_fp8": "SGLang, default",
     "sglang_fp8_tuned": "SGLang, tuned",
@@ -40,7 +42,7 @@ GEMM_RIVALS = {
     "bf16": "cuBLAS, bf16",
 }
 COMPILED = ("compile", "compile_nographs", "compile_stock_attention")
-STAGES = (*LADDER, *TUNED, *MARKS, *CAPPED.values(), *COMPILED)
+STAGES = (*LADDER, *ALL_BUT, *TUNED, *MARKS, *CAPPED.values(), *COMPILED)
 
 
 def served(frame: pd.DataFrame, what: str = "output_tok_s") -> pd.DataFrame:
@@ -87,10 +89,14 @@ def middle(rates: pd.DataFrame, started: pd.DataFrame) -> pd.DataFrame:
 
 
 def pairs(started: pd.DataFrame, stage: str, other: str) -> pd.DataFrame:
-    """Every start of a stage over every start of another: the lowest and the highest ratio, a column a concurrency."""
-    low, high = (started.groupby(level="stage").agg(kind) for kind in ("min", "max"))
-    found = {"lowest": low.loc[stage] / high.loc[other], "highest": high.loc[stage] / low.loc[other]}
-    return pd.DataFrame(found).T.rename_axis(columns="C")
+    """Each start of a stage over the start of another that ran beside it, in order of time, a column a concurrency.
+
+    started: of `by_start`. ValueError unless each has one beside it.
+    """
+    both = [started.xs((one, two), level=("stage", "beside")) for one, two in ((stage, other), (other, stage))]
+    if len({len(table) for table in both}) > 1:
+        raise ValueError(f"{len(both[0])} starts of {stage} beside {other}, {len(both[1])} the other way round")
+    return both[0].sort_index() / both[1].sort_index().to_numpy()
 
 
 def starts(run: Sequence[Record]) -> pd.DataFrame:
@@ -232,7 +238,7 @@ def ladder(rates: Mapping[str, pd.Series], title: str | None = None, xlabel: str
             series = series.dropna()
             labels = [LABELS.get(stage, stage) for stage in series.index]
             colors = [
-                GREEN if stage in MARKS else BLUE if stage in LADDER | TUNED | REPORTED else GREY
+                GREEN if stage in MARKS else BLUE if stage in LADDER | ALL_BUT | TUNED | REPORTED else GREY
                 for stage in series.index
             ]
             bars = axes.barh(labels, series, color=colors)

@@ -89,6 +89,8 @@ SWEEP = (
     *(Config(_MIDDLE, 4, True, rows) for rows in (2, 4)),
     *(Config(sums, 4, True, 4) for sums in (Split(32, 32, 256, 2048, 8), _whole(64, 128, 512, 8))),
     *(Config(_whole(64, 128, 1024, warps), 4, True, 4) for warps in (4, 8)),
+    *(Config(_whole(*tile), 4, True, 4) for tile in ((32, 128, 1024, 4), (64, 64, 512, 4), (64, 256, 1024, 8))),
+    *(Config(_whole(*tile), 4, True, 4) for tile in ((64, 128, 2048, 4), (128, 128, 1024, 8), (128, 64, 2048, 8))),
 )
 
 
