@@ -63,7 +63,7 @@ def site(tmp_path, monkeypatch):
     invalidate_caches()
     yield tmp_path
     sys.modules.pop("flash_mla", None)
-    stock_simt._load.cache_clear()
+    stock_simt.load.cache_clear()
 
 
 def _write(path, text):

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from dsv4lab import hardware, numerics
-from dsv4lab.kernels import fp8_gemm, hc_pre, launch, mqa_logits, replay, slots, sparse_mla, topk
+from dsv4lab.kernels import fp8_gemm, hc_head, hc_pre, launch, mqa_logits, replay, slots, sparse_mla, topk
 from dsv4lab.kernels.sparse_mla import plans
 from dsv4lab.kv_cache import FP8
 from dsv4lab.model import DSV4_FLASH
@@ -137,6 +137,8 @@ def every_call(device: str, rows: int, seed: int = 0, hidden: int = 256) -> Iter
     linear = gemm_call(min(rows, 64), 256, 512, device=device, seed=seed)
     yield "gemm", lambda: adapters.gemm("split_k")(None, **linear)
     given = call.context_lens, None, None, call.block_table, 256
+    (last,) = hc_head.make_inputs(hc_head.Case("h", rows, hidden), device=device, seed=seed)
+    yield "head", lambda: adapters.head()(None, **vars(last), norm_eps=1e-6, hc_eps=1e-6)
     yield "slots", lambda: adapters.compression_metadata()(lambda *_: ("scalars", None), *given)[-1]
 
 
@@ -163,7 +165,7 @@ def test_on_the_gpu_a_call_told_again_is_bitwise_a_planned_one(monkeypatch, rows
     for _, call in every_call("cuda", rows, seed=0, hidden=4096):
         call()
     known = dict(replay._kept)
-    assert len(known) == 8 and all(known.values())
+    assert len(known) == 9 and all(known.values())
     again = [call() for _, call in every_call("cuda", rows, seed=1, hidden=4096)]
     assert replay._kept == known
     for (name, call), told in zip(every_call("cuda", rows, seed=1, hidden=4096), again, strict=True):
@@ -334,6 +336,23 @@ def test_metadata_without_slots_stays_sglangs(call, asked):
     assert ours(lambda *given: given, *call) == asked
 
 
+def test_our_mix_is_called_as_sglang_calls_its_own():
+    (call,) = hc_head.make_inputs(hc_head.Case("small", 3, 256), device=DEVICE)
+    given = [each.requires_grad_() if name != "x" else each for name, each in vars(call).items()]
+    y = adapters.head()(lambda *_: pytest.fail("the original"), *given, norm_eps=1.0, hc_eps=0.125)
+    assert (y.shape, y.dtype, y.requires_grad) == ((3, 256), torch.bfloat16, False)
+    expected = hc_head.composed(call, torch.float64, norm_eps=1.0, hc_eps=0.125)
+    torch.testing.assert_close(y.double(), expected, rtol=2e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 256), (3, 2, 256), (3, 4, 100)])
+def test_streams_that_our_mix_is_not_made_for_stay_sglangs(shape):
+    ours = adapters.head(lambda ours: lambda *_: pytest.fail("ours"))
+    for x in (torch.empty(shape, dtype=torch.bfloat16), torch.empty(3, 4, 256, dtype=torch.float16)):
+        given = x, "hc_fn", "hc_scale", "hc_base", 1e-6, 1e-6
+        assert all(a is b for a, b in zip(ours(lambda *arguments: arguments, *given), given, strict=True))
+
+
 def test_a_counting_workspace_that_is_large_enough_is_used_again(monkeypatch):
     small, large = torch.zeros(2, 400, dtype=torch.int32), torch.zeros(3, 800, dtype=torch.int32)
     monkeypatch.setattr(adapters, "_counts", {small.device: [small, large]})
@@ -365,7 +384,7 @@ def test_the_torch_indexers_differ_in_their_products_alone(index_call):
 
 def test_before_anything_is_captured_every_asked_kernel_is_warmed_up(monkeypatch):
     warmed = []
-    for module in (sparse_mla, mqa_logits, topk, hc_pre):
+    for module in (sparse_mla, mqa_logits, topk, hc_pre, hc_head):
         name = module.__name__.rpartition(".")[2]
         monkeypatch.setattr(module, "warm_up", lambda device, name=name, **how: warmed.append((name, how)))
     monkeypatch.setattr(slots, "warm_up", lambda device: warmed.append(("slots", str(device))))
@@ -389,5 +408,6 @@ def test_before_anything_is_captured_every_asked_kernel_is_warmed_up(monkeypatch
     assert start(indexer="triton", topk="triton") == [("mqa_logits", {"maxima": (False,)}), ("topk", {})]
     assert start(gemm="split_k", tables="tuned") == [("fp8_gemm", {"shapes": [(128, 384), (256, 128)]})]
     assert start(slots="triton") == [("slots", "cpu")]
+    assert start(head="split_k") == [("hc_head", {})]
     assert start(mhc="split_k_bf16") == [("hc_pre", {"weights": torch.bfloat16})]
     assert start(indexer="torch_bf16", mhc="bf16", sm120_path="forced") == []

@@ -13,18 +13,18 @@ import pytest
 import torch
 
 from dsv4lab import tuned
-from dsv4lab.kernels import fp8_gemm, hc_pre, mqa_logits, slots, sparse_mla, topk
+from dsv4lab.kernels import fp8_gemm, hc_head, hc_pre, mqa_logits, slots, sparse_mla, topk
 from dsv4lab.serving import adapters, contracts, plugin, receipts, releases, server_log, settings
 from dsv4lab.tune import fp8_gemm as sglang_gemm
 
 pytest_plugins = ["compiler_on"]
 
 VERSIONS = sorted(releases.RELEASES)
-ALL = "attention=split_k,indexer=triton,topk=triton,gemm=split_k,slots=triton"
+ALL = "attention=split_k,indexer=triton,topk=triton,gemm=split_k,slots=triton,head=split_k"
 
 
 def hooks(release: releases.Release) -> list[releases.Hook]:
-    return [release.attention, release.indexer, release.topk, release.gemm, release.slots]
+    return [release.attention, release.indexer, release.topk, release.gemm, release.slots, release.head]
 
 
 # the setting
@@ -44,8 +44,8 @@ def test_a_setting_says_what_is_active():
         ("attention=", "'attention=' must read name=value"),
         (
             "atention=mma",
-            "there is no 'atention'; known: attention, indexer, topk, mhc, gemm, slots, sm120_path, weights, tables, "
-            "twice, version",
+            "there is no 'atention'; known: attention, indexer, topk, mhc, gemm, slots, head, sm120_path, weights, "
+            "tables, twice, version",
         ),
         ("attention=flash", "attention must be one of stock, simt, mma, split_k, gluon, got 'flash'"),
         ("topk=triton,topk=stock", "topk is given twice"),
@@ -62,6 +62,7 @@ def test_what_can_be_set_is_what_the_kernels_have():
     assert set(settings.CHOICES["topk"]) <= {"stock", *topk.IMPLEMENTATIONS}
     assert set(settings.CHOICES["mhc"]) <= {"stock", "bf16", *hc_pre.IMPLEMENTATIONS}
     assert set(settings.CHOICES["gemm"]) <= {"stock", *fp8_gemm.IMPLEMENTATIONS}
+    assert set(settings.CHOICES["head"]) <= {"stock", *hc_head.IMPLEMENTATIONS}
     assert settings.CHOICES["slots"] == ("stock", *slots.IMPLEMENTATIONS)
 
 
@@ -87,7 +88,7 @@ def test_a_release_is_hooked_where_it_looks(version):
 @pytest.mark.parametrize("version", VERSIONS)
 def test_every_call_a_release_makes_is_one_that_ours_takes(version):
     release, contract = releases.RELEASES[version], contracts.read(version)
-    around = adapters.gemm("split_k"), adapters.compression_metadata()
+    around = adapters.gemm("split_k"), adapters.compression_metadata(), adapters.head()
     ours = adapters.attention("split_k"), adapters.indexer("triton"), adapters.topk_transform
     ours += tuple(functools.partial(function, "original") for function in around)
     for hook, function in zip(hooks(release), ours, strict=True):
@@ -445,6 +446,23 @@ def test_our_slots_are_proven_by_a_call_that_asks_for_them(monkeypatch, sglang, 
     assert (scalars, slots_of_row.tolist(), lost, asked) == ("scalars", [[14, 15, 18, -1]], [], [False, False])
     (live,) = [receipt for receipt in receipts.read(tmp_path) if receipt.kind == "live"]
     assert live.arguments == {"0": "int32[1, 2]", "1": "int32[1]"}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_our_mix_is_proven_by_a_call_that_it_took(monkeypatch, sglang, tmp_path, version):
+    sglang(version)
+    assert registered(monkeypatch, "head=split_k") == ""
+    (call,) = hc_head.make_inputs(hc_head.Case("", 3, 64), device="cpu")
+
+    def lost_after(**other) -> tuple[object, list[str]]:
+        result = found(releases.RELEASES[version].head.targets[0])(*(vars(call) | other).values(), norm_eps=1, hc_eps=2)
+        return result, receipts.missing(receipts.read(tmp_path), {"head": "split_k"}, 1)
+
+    assert lost_after(x=call.x.half()) == ("stock", ["head=split_k is live on no rank, of 1 asked for"])
+    y, lost = lost_after()
+    assert (y.shape, lost) == ((3, 64), [])
+    (live,) = [receipt for receipt in receipts.read(tmp_path) if receipt.kind == "live"]
+    assert live.arguments["0"] == "bfloat16[3, 4, 64]" and live.arguments["1"] == "float32[4, 256]"
 
 
 def test_the_forced_path_is_proven_by_the_stock_attention_being_called(monkeypatch, sglang, tmp_path):

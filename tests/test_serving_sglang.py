@@ -23,7 +23,7 @@ import torch
 import triton
 
 from dsv4lab import numerics, tuned, verdict
-from dsv4lab.kernels import mqa_logits, sparse_mla
+from dsv4lab.kernels import hc_head, launch, mqa_logits, sparse_mla
 from dsv4lab.serving import arguments, bench, http, plugin, presets, releases, settings
 from dsv4lab.serving.launch import Config
 from dsv4lab.tune import candidates, fp8_gemm, moe
@@ -55,8 +55,8 @@ def hooked(torchvision):
     """SGLang with all our kernels in its place, for the rest of this process."""
     from sglang.version import __version__
 
-    ours = "attention=split_k,indexer=triton,topk=triton,gemm=split_k,slots=triton,sm120_path=forced,weights=random"
-    plugin.install(settings.parse(ours), __version__)
+    ours = "attention=split_k,indexer=triton,topk=triton,gemm=split_k,slots=triton,head=split_k,sm120_path=forced"
+    plugin.install(settings.parse(f"{ours},weights=random"), __version__)
     return releases.find(__version__)
 
 
@@ -132,6 +132,21 @@ def test_the_metadata_of_compressed_keys_is_bitwise_sglangs_own(hooked, lens):
     assert len(found) == len(expected) and expected[-1].shape == (4, 12)
     for mine, theirs in zip(found, expected, strict=True):
         assert numerics.bitwise_equal(mine, theirs)
+
+
+def test_the_model_mixes_its_streams_with_ours_as_with_its_own(hooked):
+    from sglang.srt.models import deepseek_v4
+
+    (call,) = hc_head.make_inputs(hc_head.Case("", 3, 256), device="cpu")
+    model = types.SimpleNamespace(norm_eps=1e-6, hc_eps=1e-6)
+    stock = inspect.unwrap(plugin._resolve(hooked.head.targets[0]))
+    expected = stock(**vars(call), norm_eps=1e-6, hc_eps=1e-6)
+    with launch.recorded() as made:
+        for x in (call.x, torch.cat([call.x, call.x], 2)[:, :, :256]):
+            y = deepseek_v4.DeepseekV4Model.hc_head(model, x, call.hc_fn, call.hc_scale, call.hc_base)
+            assert numerics.relative_error(y, *hc_head.reference(call)) < 5e-3  # the interpreter cuts bf16 off
+            assert numerics.relative_error(y, expected.double()) < 1e-3
+    assert len(made) == 4
 
 
 def test_sglang_reads_the_tables_as_they_are_written(hooked, monkeypatch, tmp_path):

@@ -10,7 +10,7 @@ import triton
 
 from dsv4lab import cards, hardware
 
-STEMS = ("sparse_mla", "mqa_logits", "topk", "skinny_gemm", "hc_pre", "norm_rope")
+STEMS = ("sparse_mla", "mqa_logits", "topk", "skinny_gemm", "hc_pre", "hc_head", "norm_rope")
 
 
 MULTIPLYING = {"split_k_kernel", "gluon_kernel", "logits_kernel", "split_kernel"}

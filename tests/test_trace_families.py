@@ -22,6 +22,8 @@ OURS = families.load()
         ("ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t(ncclDevComm*, unsigned long, ncclWork*)", "nccl"),
         ("void sglang::cross_device_reduce_1stage<__nv_bfloat16, 8>", "collective"),
         ("mhc_post_tilelang_kernel", "hyper_connections"),
+        ("hc_head_sums_kernel", "hyper_connections"),
+        ("hc_head_mix_kernel", "hyper_connections"),
         ("Cijk_Alik_Bljk_BBS_BH_MT64x64x64_MI16x16x16", "gemm"),
         ("_tiled_sparse_decode_kernel", "sparse_attention"),
         ("split_k_kernel", "sparse_attention"),

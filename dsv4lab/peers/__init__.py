@@ -24,6 +24,7 @@ PEERS = {
     "skinny_gemm": ("deepgemm_prenorm",),
     "fp8_gemm": ("sglang_fp8", "sglang_fp8_tuned", "deepgemm_fp8"),
     "hc_pre": ("stock_mhc", "tilelang_mhc", "deepgemm_mhc"),
+    "hc_head": ("sglang_hc_head",),
 }
 
 

@@ -7,7 +7,7 @@ row, so `s_q` queries are folded into the batch; its `lse` includes the sink.
 
 import hashlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
@@ -26,7 +26,6 @@ _PLACES = (
     "srt/layers/attention/flash_mla_sm120_triton.py",
     "kernels/ops/attention/flash_mla_sm120_triton.py",
 )
-_PRIVATE_NAME = "dsv4lab.peers._stock_simt_source"
 
 
 def unavailable() -> str | None:
@@ -43,26 +42,26 @@ def unavailable() -> str | None:
     return None
 
 
-def source_file() -> Path | None:
-    """The stock file inside the installed `sglang` (a regular or a namespace package), or None."""
+def source_file(places: Sequence[str] = _PLACES) -> Path | None:
+    """The stock file, or another, inside the installed `sglang` (a regular or a namespace package), or None."""
     spec = find_spec("sglang")
     roots = spec.submodule_search_locations or () if spec else ()
-    found = (Path(root) / place for root in roots for place in _PLACES)
+    found = (Path(root) / place for root in roots for place in places)
     return next((path for path in found if path.is_file()), None)
 
 
-def notes(inputs: Any) -> dict:
+def notes(inputs: Any, places: Sequence[str] = _PLACES) -> dict:
     """What the record must say: which release the file is from, and its hash."""
     try:
         package = f"sglang {version('sglang')}"
     except PackageNotFoundError:
         package = "sglang, version unknown"
-    return {"package": package, "source_sha256": hashlib.sha256(source_file().read_bytes()).hexdigest()}
+    return {"package": package, "source_sha256": hashlib.sha256(source_file(places).read_bytes()).hexdigest()}
 
 
 def prepare(inputs: Any) -> Callable[[], tuple[Tensor, Tensor]]:
     """A launch of the stock kernel on `inputs`, its autotuning left to the first call."""
-    decode = _load(source_file()).flash_mla_sparse_decode_triton
+    decode = load(source_file()).flash_mla_sparse_decode_triton
     batch, s_q, heads, head_dim = inputs.q.shape
     q = inputs.q.reshape(batch * s_q, 1, heads, head_dim)
     main = _folded(inputs.indices, inputs.topk_length)
@@ -88,8 +87,9 @@ def _folded(indices: Tensor | None, lengths: Tensor | None) -> tuple[Tensor | No
 
 
 @cache
-def _load(path: Path) -> ModuleType:
-    spec = spec_from_file_location(_PRIVATE_NAME, path)
-    module = sys.modules[_PRIVATE_NAME] = module_from_spec(spec)  # Triton looks its kernels' module up by name
+def load(path: Path) -> ModuleType:
+    """The module in this file, under a private name."""
+    spec = spec_from_file_location(f"dsv4lab.peers._{path.stem}_source", path)
+    module = sys.modules[spec.name] = module_from_spec(spec)  # Triton looks its kernels' module up by name
     spec.loader.exec_module(module)
     return module

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dsv4lab import tuned
-from dsv4lab.kernels import fp8_gemm, mqa_logits, slots, sparse_mla, topk
+from dsv4lab.kernels import fp8_gemm, hc_head, mqa_logits, slots, sparse_mla, topk
 from dsv4lab.kernels import hc_pre as kernel
 from dsv4lab.kernels.launch import target
 from dsv4lab.kernels.replay import replay
@@ -85,6 +85,8 @@ def warm_up(asked: dict[str, str]) -> Callable:
             fp8_gemm.warm_up(device, sorted(shape for shape in weights if fp8_gemm.takes(1, *shape)))
         if "slots" in asked:
             slots.warm_up(device)
+        if "head" in asked:
+            hc_head.warm_up(device)
 
     return init
 
@@ -312,6 +314,26 @@ def compression_metadata(proven: Callable[[Callable], Callable] = lambda ours: o
         return *scalars, ours(page_table, seq_lens, page_size)
 
     return init_compression_metadata
+
+
+def head(proven: Callable[[Callable], Callable] = lambda ours: ours) -> Callable:
+    """Around `fused_hc_head`: our kernel for the streams it takes, SGLang's for all others; proven as in `gemm`."""
+
+    @proven
+    def ours(x: Tensor, hc_fn: Tensor, hc_scale: Tensor, hc_base: Tensor, norm_eps: float, hc_eps: float) -> Tensor:
+        out, workspace = hc_head.empty(x.shape[0], x.shape[2], x.device)
+        given, buffers = (x, hc_fn.detach(), hc_scale.detach(), hc_base.detach()), dict(out=out, workspace=workspace)
+        call = functools.partial(hc_head.hc_head, *given, norm_eps, hc_eps, weights_ready=True, **buffers)
+        replay(call, ("head", norm_eps, hc_eps), (*given, out, workspace))
+        return out
+
+    def fused_hc_head(
+        original: Callable, x: Tensor, hc_fn: Tensor, hc_scale: Tensor, hc_base: Tensor, norm_eps: float, hc_eps: float
+    ) -> Tensor:
+        given = x, hc_fn, hc_scale, hc_base, norm_eps, hc_eps
+        return ours(*given) if hc_head.takes(x) else original(*given)
+
+    return fused_hc_head
 
 
 def _bf16(weight: Tensor) -> Tensor:

@@ -28,8 +28,8 @@ class Release:
     """One SGLang release. rank_function: a padded call carries a rank's heads at their place among all, which this
     function's rank tells; "" where they come first. sinkhorn: what MHC-pre leaves its mixing weights to. gemm: what
     multiplies by a block-FP8 weight where the backend is Triton. slots: what writes the slots of the c128 keys, once
-    a forward. weights: what draws dummy weights before they are processed; None where that comes after. tables: what
-    finds the tuned configs of a block-FP8 weight.
+    a forward. head: what mixes the four streams in front of the output head. weights: what draws dummy weights before
+    they are processed; None where that comes after. tables: what finds the tuned configs of a block-FP8 weight.
     """
 
     attention: Hook
@@ -40,6 +40,7 @@ class Release:
     sinkhorn: str = "srt.layers.mhc.hc_split_sinkhorn"
     gemm: Hook = Hook(("srt.layers.quantization.fp8_kernel.w8a8_block_fp8_matmul_triton",))
     slots: Hook = Hook(("srt.layers.attention.dsv4.metadata_kernel.init_compression_metadata",))
+    head: Hook = Hook(("srt.layers.mhc_head.fused_hc_head",))
     sm120_path: Hook = Hook(("srt.utils.common.is_sm120_supported",))
     weights: Hook | None = Hook(("srt.model_loader.weight_utils.initialize_dummy_weights",))
     tables: Hook = Hook(("srt.layers.quantization.fp8_kernel.get_w8a8_block_fp8_configs",))
@@ -59,6 +60,7 @@ _OLD = dict(
 )
 _MOVED_SINKHORN = "kernels.ops.layernorm.mhc.hc_split_sinkhorn"
 _MOVED_SLOTS = Hook(("kernels.ops.attention.dsv4.metadata_kernel.init_compression_metadata",))
+_MOVED_HEAD = Hook(("kernels.ops.layernorm.mhc_head.fused_hc_head",))
 _SRT, _OPS = Hook((_ATTENTION,), _PREFILL), Hook((_MOVED,), _PREFILL)
 
 RELEASES = {
@@ -76,6 +78,7 @@ RELEASES = {
         sinkhorn=_MOVED_SINKHORN,
         gemm=Hook(("kernels.ops.quantization.fp8_kernel.w8a8_block_fp8_matmul_triton",)),
         slots=_MOVED_SLOTS,
+        head=_MOVED_HEAD,
         tables=Hook(("kernels.ops.quantization.fp8_kernel.get_w8a8_block_fp8_configs",)),
     ),
     "0.5.23": Release(
@@ -86,6 +89,7 @@ RELEASES = {
         sinkhorn=_MOVED_SINKHORN,
         gemm=Hook(("kernels.ops.gemm.fp8_kernel.w8a8_block_fp8_matmul_triton",)),
         slots=_MOVED_SLOTS,
+        head=_MOVED_HEAD,
         tables=Hook(("kernels.ops.gemm.fp8_kernel.get_w8a8_block_fp8_configs",)),
     ),
 }

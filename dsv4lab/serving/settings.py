@@ -11,6 +11,7 @@ CHOICES = {
     "mhc": (STOCK, "bf16", "split_k", "split_k_bf16"),
     "gemm": (STOCK, "split_k"),
     "slots": (STOCK, "triton"),
+    "head": (STOCK, "split_k"),
     "sm120_path": (STOCK, "forced"),
     "weights": (STOCK, "random"),
     "tables": (STOCK, "tuned"),
@@ -25,6 +26,7 @@ class Setting:
     attention "gluon": `split_k` on a GPU that Gluon has no kernel for; the receipt of the first call says what ran.
     gemm "split_k": SGLang's Triton FP8 GEMM is ours where rows are few, and stays SGLang's where they are many.
     slots "triton": the slots of the c128 keys, which SGLang writes up to the context limit by one program a row.
+    head "split_k": the mix of the four streams in front of the output head, which SGLang gives one program a row.
     sm120_path "forced": SGLang takes the code path of sm_120 on whatever GPU there is. weights "random": in place of
     SGLang's dummy weights, such as give an answer something to depend on. tables "tuned": SGLang's Triton FP8 GEMM and
     MoE take their configs from what `dsv4lab tune` wrote for this GPU. twice "padded": after our attention, SGLang's
@@ -37,6 +39,7 @@ class Setting:
     mhc: str = STOCK
     gemm: str = STOCK
     slots: str = STOCK
+    head: str = STOCK
     sm120_path: str = STOCK
     weights: str = STOCK
     tables: str = STOCK
