@@ -5,7 +5,10 @@ from dataclasses import dataclass, field, replace
 from dsv4lab.hardware import NO_MULTICAST
 from dsv4lab.serving.settings import Setting
 
-_ALL = dict(attention="gluon", indexer="triton", topk="triton", mhc="split_k", gemm="split_k", slots="triton")
+_ALL = dict(
+    attention="gluon", indexer="triton", topk="triton", mhc="split_k", gemm="split_k", gate="split_k", slots="triton",
+    head="split_k",
+)  # fmt: skip
 _OURS = Setting(**_ALL)
 _FORCED = "forced"
 _STOCK = Setting()
