@@ -5,7 +5,18 @@ import pytest
 import torch
 
 from dsv4lab import hardware, numerics
-from dsv4lab.kernels import fp8_gemm, hc_head, hc_pre, launch, mqa_logits, replay, slots, sparse_mla, topk
+from dsv4lab.kernels import (
+    fp8_gemm,
+    hc_head,
+    hc_pre,
+    launch,
+    mqa_logits,
+    replay,
+    skinny_gemm,
+    slots,
+    sparse_mla,
+    topk,
+)
 from dsv4lab.kernels.sparse_mla import plans
 from dsv4lab.kv_cache import FP8
 from dsv4lab.model import DSV4_FLASH
@@ -114,6 +125,13 @@ def gemm_call(rows: int, n: int, k: int, **how) -> dict:
     return {"A": call.x, "B": call.w, **scales, "block_size": [128, 128], "output_dtype": torch.bfloat16}
 
 
+def gate_call(rows: int, n: int, k: int, device: str = DEVICE, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """As SGLang multiplies by a bf16 weight [n, k]."""
+    generator = torch.Generator().manual_seed(seed)
+    x, w = (torch.randn(shape, generator=generator).bfloat16().to(device) for shape in ((rows, k), (n, k)))
+    return x, torch.nn.Parameter(w)
+
+
 def every_call(device: str, rows: int, seed: int = 0, hidden: int = 256) -> Iterator[tuple[str, Callable]]:
     """What a forward calls of ours, by name: calls of one name differ in what their tensors hold, not in layout."""
     for name, positions in (("attention", 512), ("attention of the window", 0)):
@@ -136,6 +154,8 @@ def every_call(device: str, rows: int, seed: int = 0, hidden: int = 256) -> Iter
         yield f"mhc, {normed}", lambda given=given: torch.cat([each.flatten() for each in ours(None, *given)[:3]])
     linear = gemm_call(min(rows, 64), 256, 512, device=device, seed=seed)
     yield "gemm", lambda: adapters.gemm("split_k")(None, **linear)
+    x, w = gate_call(min(rows, 64), 96, 512, device=device, seed=seed)
+    yield "gate", lambda: adapters.gate()(None, x, w)
     given = call.context_lens, None, None, call.block_table, 256
     (last,) = hc_head.make_inputs(hc_head.Case("h", rows, hidden), device=device, seed=seed)
     yield "head", lambda: adapters.head()(None, **vars(last), norm_eps=1e-6, hc_eps=1e-6)
@@ -165,7 +185,7 @@ def test_on_the_gpu_a_call_told_again_is_bitwise_a_planned_one(monkeypatch, rows
     for _, call in every_call("cuda", rows, seed=0, hidden=4096):
         call()
     known = dict(replay._kept)
-    assert len(known) == 9 and all(known.values())
+    assert len(known) == 10 and all(known.values())
     again = [call() for _, call in every_call("cuda", rows, seed=1, hidden=4096)]
     assert replay._kept == known
     for (name, call), told in zip(every_call("cuda", rows, seed=1, hidden=4096), again, strict=True):
@@ -313,6 +333,60 @@ def test_the_request_that_proves_the_hooks_has_rows_for_our_gemm_and_for_sglangs
     prompt = len(serving_launch._PROBE["input_ids"])
     for n, k in DSV4_FLASH.fp8_linears(tp=1).values():
         assert fp8_gemm.takes(1, n, k) and not fp8_gemm.takes(prompt, n, k)
+    assert skinny_gemm.beats_cublas(1, 4 * DSV4_FLASH.index_head_dim)  # an indexer's compressor, in every release
+
+
+@pytest.mark.parametrize(("rows", "n"), [(1, 96), (5, 72), (17, 96), (1, 512)])
+def test_few_rows_of_the_gate_are_multiplied_by_ours(rows, n):
+    x, w = gate_call(rows, n, 264)
+    out = adapters.gate()(lambda *_: pytest.fail("the original"), x, w)
+    assert (out.dtype, out.shape, out.requires_grad) == (torch.float32, (rows, n), False)
+    assert numerics.relative_error(out, x.double() @ w.detach().double().T) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("x", "y"),
+    [
+        (torch.empty(0, 64), torch.empty(8, 64)),
+        (torch.empty(65, 64), torch.empty(8, 64)),
+        (torch.empty(2, 64), torch.empty(512, 64)),
+        (torch.empty(1, 64), torch.empty(1024, 64)),
+        (torch.empty(1, 3, 64), torch.empty(8, 64)),
+        (torch.empty(64, 3).T, torch.empty(8, 64)),
+        (torch.empty(3, 64), torch.empty(64, 8).T),
+    ],
+)
+def test_what_our_gate_is_not_made_for_stays_sglangs(x, y):
+    ours = adapters.gate(lambda ours: lambda *_: pytest.fail("ours"))
+    original = lambda *given, **more: (*given, more)  # noqa: E731
+    bf16 = torch.bfloat16
+    for given in ((x.to(bf16), y.to(bf16)), (torch.empty(3, 64), y.to(bf16)), (torch.empty(3, 64, dtype=bf16), y)):
+        *seen, more = ours(original, *given, hpc_kernel_min_m=8)
+        assert more == {"hpc_kernel_min_m": 8} and all(a is b for a, b in zip(seen, given, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "n"), [(1, 256), (16, 256), (32, 256), (64, 256), (1, 512)])
+def test_on_the_gpu_the_gate_follows_its_rows_through_another_stream_of_a_graph(rows, n):
+    """As SGLang captures it: what makes the rows is in front of it on the main stream, what reads the logits behind."""
+    raw, w = gate_call(rows, n, 4096, device="cuda")
+    skinny_gemm.warm_up(n, 4096)
+    given, other, graph = raw.clone(), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        x = given
+        for _ in range(20):
+            x = x * 2
+        other.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(other):
+            logits = adapters.gate()(lambda *_: pytest.fail("the original"), x, w)
+        torch.cuda.current_stream().wait_stream(other)
+        again = adapters.gate()(lambda *_: pytest.fail("the original"), x * 2, w)
+        found = logits + again
+    for factor in (1, -3):
+        given.copy_(raw * factor)
+        for _ in range(3):
+            graph.replay()
+            assert numerics.relative_error(found, 3 * 2**20 * given.double() @ w.detach().double().T) < 1e-5
 
 
 def test_slots_are_ours_and_all_else_of_the_metadata_sglangs():
@@ -389,7 +463,10 @@ def test_before_anything_is_captured_every_asked_kernel_is_warmed_up(monkeypatch
         monkeypatch.setattr(module, "warm_up", lambda device, name=name, **how: warmed.append((name, how)))
     monkeypatch.setattr(slots, "warm_up", lambda device: warmed.append(("slots", str(device))))
     monkeypatch.setattr(fp8_gemm, "warm_up", lambda device, shapes: warmed.append(("fp8_gemm", {"shapes": shapes})))
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Identity())
+    monkeypatch.setattr(skinny_gemm, "warm_up", lambda n, k, device: warmed.append(("skinny_gemm", {"shape": (n, k)})))
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Identity(), torch.nn.ParameterList())
+    for shape in ((512, 64), (256, 64), (256, 64), (1024, 64), (64,)):
+        model[2].append(torch.empty(shape, dtype=torch.bfloat16))
     for shape in ((256, 128), (128, 384), (128, 384), (192, 128), (4, 128, 128)):
         weight = torch.nn.Parameter(torch.empty(shape).to(FP8), requires_grad=False)
         model[1].register_parameter(f"weight{len(model[1]._parameters)}", weight)
@@ -407,6 +484,7 @@ def test_before_anything_is_captured_every_asked_kernel_is_warmed_up(monkeypatch
     assert start(attention="mma") == [("sparse_mla", {"heads": 8, "impl": "mma"})]
     assert start(indexer="triton", topk="triton") == [("mqa_logits", {"maxima": (False,)}), ("topk", {})]
     assert start(gemm="split_k", tables="tuned") == [("fp8_gemm", {"shapes": [(128, 384), (256, 128)]})]
+    assert start(gate="split_k") == [("skinny_gemm", {"shape": shape}) for shape in ((256, 64), (512, 64))]
     assert start(slots="triton") == [("slots", "cpu")]
     assert start(head="split_k") == [("hc_head", {})]
     assert start(mhc="split_k_bf16") == [("hc_pre", {"weights": torch.bfloat16})]

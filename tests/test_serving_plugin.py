@@ -13,18 +13,19 @@ import pytest
 import torch
 
 from dsv4lab import tuned
-from dsv4lab.kernels import fp8_gemm, hc_head, hc_pre, mqa_logits, slots, sparse_mla, topk
+from dsv4lab.kernels import fp8_gemm, hc_head, hc_pre, mqa_logits, skinny_gemm, slots, sparse_mla, topk
 from dsv4lab.serving import adapters, contracts, plugin, receipts, releases, server_log, settings
 from dsv4lab.tune import fp8_gemm as sglang_gemm
 
 pytest_plugins = ["compiler_on"]
 
 VERSIONS = sorted(releases.RELEASES)
-ALL = "attention=split_k,indexer=triton,topk=triton,gemm=split_k,slots=triton,head=split_k"
+ALL = "attention=split_k,indexer=triton,topk=triton,gemm=split_k,gate=split_k,slots=triton,head=split_k"
 
 
 def hooks(release: releases.Release) -> list[releases.Hook]:
-    return [release.attention, release.indexer, release.topk, release.gemm, release.slots, release.head]
+    names = "attention", "indexer", "topk", "gemm", "gate", "slots", "head"
+    return [getattr(release, name) for name in names]
 
 
 # the setting
@@ -44,8 +45,8 @@ def test_a_setting_says_what_is_active():
         ("attention=", "'attention=' must read name=value"),
         (
             "atention=mma",
-            "there is no 'atention'; known: attention, indexer, topk, mhc, gemm, slots, head, sm120_path, weights, "
-            "tables, twice, version",
+            "there is no 'atention'; known: attention, indexer, topk, mhc, gemm, gate, slots, head, sm120_path, "
+            "weights, tables, twice, version",
         ),
         ("attention=flash", "attention must be one of stock, simt, mma, split_k, gluon, got 'flash'"),
         ("topk=triton,topk=stock", "topk is given twice"),
@@ -63,6 +64,7 @@ def test_what_can_be_set_is_what_the_kernels_have():
     assert set(settings.CHOICES["mhc"]) <= {"stock", "bf16", *hc_pre.IMPLEMENTATIONS}
     assert set(settings.CHOICES["gemm"]) <= {"stock", *fp8_gemm.IMPLEMENTATIONS}
     assert set(settings.CHOICES["head"]) <= {"stock", *hc_head.IMPLEMENTATIONS}
+    assert set(settings.CHOICES["gate"]) <= {"stock", *skinny_gemm.IMPLEMENTATIONS}
     assert settings.CHOICES["slots"] == ("stock", *slots.IMPLEMENTATIONS)
 
 
@@ -88,7 +90,7 @@ def test_a_release_is_hooked_where_it_looks(version):
 @pytest.mark.parametrize("version", VERSIONS)
 def test_every_call_a_release_makes_is_one_that_ours_takes(version):
     release, contract = releases.RELEASES[version], contracts.read(version)
-    around = adapters.gemm("split_k"), adapters.compression_metadata(), adapters.head()
+    around = adapters.gemm("split_k"), adapters.gate(), adapters.compression_metadata(), adapters.head()
     ours = adapters.attention("split_k"), adapters.indexer("triton"), adapters.topk_transform
     ours += tuple(functools.partial(function, "original") for function in around)
     for hook, function in zip(hooks(release), ours, strict=True):
@@ -425,6 +427,23 @@ def test_our_gemm_is_proven_by_a_call_that_it_took(monkeypatch, sglang, tmp_path
     assert out.shape == (3, 256) and lost == []
     (live,) = [receipt for receipt in receipts.read(tmp_path) if receipt.kind == "live"]
     assert live.arguments["0"] == "float8_e4m3fn[3, 128]" and live.arguments["3"] == "float32[2, 1]"
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_our_gate_is_proven_by_a_call_that_it_took(monkeypatch, sglang, tmp_path, version):
+    sglang(version)
+    assert registered(monkeypatch, "gate=split_k") == ""
+    multiply, weight = found(releases.RELEASES[version].gate.targets[0]), torch.ones(32, 64, dtype=torch.bfloat16)
+
+    def lost_after(rows: int) -> tuple[object, list[str]]:
+        out = multiply(torch.ones(rows, 64, dtype=torch.bfloat16), weight)
+        return out, receipts.missing(receipts.read(tmp_path), {"gate": "split_k"}, 1)
+
+    assert lost_after(65) == ("stock", ["gate=split_k is live on no rank, of 1 asked for"])
+    out, lost = lost_after(3)
+    assert out.tolist() == [[64.0] * 32] * 3 and lost == []
+    (live,) = [receipt for receipt in receipts.read(tmp_path) if receipt.kind == "live"]
+    assert live.arguments == {"0": "bfloat16[3, 64]", "1": "bfloat16[32, 64]"}
 
 
 @pytest.mark.parametrize("version", VERSIONS)

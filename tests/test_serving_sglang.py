@@ -55,19 +55,20 @@ def hooked(torchvision):
     """SGLang with all our kernels in its place, for the rest of this process."""
     from sglang.version import __version__
 
-    ours = "attention=split_k,indexer=triton,topk=triton,gemm=split_k,slots=triton,head=split_k,sm120_path=forced"
-    plugin.install(settings.parse(f"{ours},weights=random"), __version__)
+    ours = "attention=split_k,indexer=triton,topk=triton,gemm=split_k,gate=split_k,slots=triton,head=split_k,"
+    plugin.install(settings.parse(f"{ours}sm120_path=forced,weights=random"), __version__)
     return releases.find(__version__)
 
 
 def test_the_real_registry_puts_ours_where_sglang_looks(hooked):
     from sglang.srt.layers.attention import deepseek_v4_backend
-    from sglang.srt.layers.attention.dsv4 import indexer
+    from sglang.srt.layers.attention.dsv4 import compressor, indexer
     from sglang.srt.layers.quantization import fp8_utils
     from sglang.srt.model_loader import loader
 
     assert fp8_utils.w8a8_block_fp8_matmul_triton is plugin._resolve(hooked.gemm.targets[0])
     assert deepseek_v4_backend._init_compression_metadata_triton is plugin._resolve(hooked.slots.targets[0])
+    assert compressor.linear_bf16_fp32 is plugin._resolve(hooked.gate.targets[0])
     assert loader.initialize_dummy_weights is plugin._resolve(hooked.weights.targets[0])
     assert getattr(deepseek_v4_backend, "_is_sm120", True)  # later releases ask whenever they need to know
     assert plugin._resolve(hooked.sm120_path.targets[0])() is True
@@ -116,6 +117,22 @@ def test_a_linear_layer_is_right_on_either_side_of_what_our_gemm_takes(hooked, m
     x = torch.empty(call.x.shape, dtype=torch.bfloat16)
     out = fp8_utils.triton_w8a8_block_fp8_linear(x, call.w, [128, 128], call.w_scale)
     assert fp8_gemm.judge(call, (out,), fp8_gemm.reference(call), fp8_gemm.baseline(call)).passed
+
+
+def test_the_router_s_gate_is_ours(hooked, monkeypatch):
+    from sglang.srt.models import deepseek_v2
+
+    monkeypatch.setattr(deepseek_v2, "_is_cuda", True)
+    served = types.SimpleNamespace(enable_deterministic_inference=False)
+    for name in ("get_global_server_args", "get_server_args"):
+        monkeypatch.setattr(deepseek_v2, name, lambda: served, raising=False)
+    sizes = types.SimpleNamespace(n_routed_experts=256, hidden_size=64, topk_method="noaux_tc", architectures=[""])
+    gate = deepseek_v2.MoEGate(sizes, None, is_deepseek_v4=True).bfloat16()
+    x = torch.randn(17, 64).bfloat16()
+    gate.weight.data.copy_(torch.randn(256, 64))
+    logits = gate(x)
+    assert logits.dtype == torch.float32
+    assert numerics.relative_error(logits, x.double() @ gate.weight.detach().double().T) < 1e-5
 
 
 @pytest.mark.parametrize("lens", [[0, 1, 127, 128], [255, 1280, 1279, 1536], [4000, 129, 896, 384]])

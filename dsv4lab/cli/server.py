@@ -37,7 +37,7 @@ def serve(
         preset: All our kernels on RTX PRO 6000 (rtx6000-8x, rtx6000-2x); SGLang as it is, on an H200 (h200) or any GPU
             (single); synthetic, six layers with dummy weights and no download; or a stage of the campaign.
         hooks: What runs in SGLang's place, over the preset: attention=gluon,indexer=triton,topk=triton,mhc=split_k,
-            gemm=split_k,slots=triton,head=split_k. What is not named is SGLang's own.
+            gemm=split_k,gate=split_k,slots=triton,head=split_k. What is not named is SGLang's own.
         tp: GPUs that share the model.
         context_length: Longest request in tokens.
         layers: Layers of a synthetic model.

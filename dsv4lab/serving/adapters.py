@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dsv4lab import tuned
-from dsv4lab.kernels import fp8_gemm, hc_head, mqa_logits, slots, sparse_mla, topk
+from dsv4lab.kernels import fp8_gemm, hc_head, mqa_logits, skinny_gemm, slots, sparse_mla, topk
 from dsv4lab.kernels import hc_pre as kernel
 from dsv4lab.kernels.launch import target
 from dsv4lab.kernels.replay import replay
@@ -83,6 +83,11 @@ def warm_up(asked: dict[str, str]) -> Callable:
         if "gemm" in asked:
             weights = {tuple(each.shape) for each in model.parameters() if each.dtype == FP8 and each.dim() == 2}
             fp8_gemm.warm_up(device, sorted(shape for shape in weights if fp8_gemm.takes(1, *shape)))
+        if "gate" in asked:
+            weights = {each.shape for each in model.parameters() if each.dtype == torch.bfloat16 and each.dim() == 2}
+            for N, K in sorted(weights):
+                if skinny_gemm.beats_cublas(1, N):
+                    skinny_gemm.warm_up(N, K, device=device)
         if "slots" in asked:
             slots.warm_up(device)
         if "head" in asked:
@@ -288,6 +293,34 @@ def gemm(impl: str, proven: Callable[[Callable], Callable] = lambda ours: ours) 
         return original(A, B, As, Bs, block_size, output_dtype)
 
     return w8a8_block_fp8_matmul
+
+
+def gate(proven: Callable[[Callable], Callable] = lambda ours: ours) -> Callable:
+    """Around `linear_bf16_fp32`: our product where it is known to be faster than cuBLAS's, SGLang's for all else.
+
+    proven: goes around our kernel's calls alone, as SGLang's are no proof of it.
+    """
+
+    @proven
+    def ours(x: Tensor, y: Tensor) -> Tensor:
+        out, workspace = skinny_gemm.empty(len(x), *y.shape, x.device)
+        buffers = dict(out=out, workspace=workspace)
+        call = functools.partial(skinny_gemm.skinny_gemm, x, y.detach(), weights_ready=True, **buffers)
+        replay(call, ("gate",), (x, y, out, workspace))
+        return out
+
+    def linear_bf16_fp32(original: Callable, x: Tensor, y: Tensor, **more) -> Tensor:
+        if (
+            skinny_gemm.beats_cublas(len(x), len(y))
+            and x.dim() == 2
+            and x.dtype == y.dtype == torch.bfloat16
+            and x.is_contiguous()
+            and y.is_contiguous()
+        ):
+            return ours(x, y)
+        return original(x, y, **more)
+
+    return linear_bf16_fp32
 
 
 def compression_metadata(proven: Callable[[Callable], Callable] = lambda ours: ours) -> Callable:

@@ -99,7 +99,7 @@ def _replacements(setting: Setting, release: Release, installed: str) -> Iterato
     """(target, function, whether it goes around the original) of every hook, in the order to register them."""
     from dsv4lab.serving import adapters
 
-    if setting.active.keys() & {"attention", "indexer", "topk", "mhc", "gemm", "slots", "head"}:
+    if setting.active.keys() & {"attention", "indexer", "topk", "mhc", "gemm", "gate", "slots", "head"}:
         yield release.backend_init, adapters.warm_up(setting.active), True
     if setting.attention != settings.STOCK:
         rank = _resolve(release.rank_function) if release.rank_function else None
@@ -140,6 +140,9 @@ def _replacements(setting: Setting, release: Release, installed: str) -> Iterato
     if setting.gemm != settings.STOCK:
         ours = adapters.gemm(setting.gemm, functools.partial(_proven, "gemm", setting.gemm, installed))
         yield release.gemm.targets[0], ours, True
+    if setting.gate != settings.STOCK:
+        ours = adapters.gate(functools.partial(_proven, "gate", setting.gate, installed))
+        yield release.gate.targets[0], ours, True
     if setting.slots != settings.STOCK:
         ours = adapters.compression_metadata(functools.partial(_proven, "slots", setting.slots, installed))
         yield release.slots.targets[0], ours, True

@@ -10,6 +10,7 @@ CHOICES = {
     "topk": (STOCK, "triton"),
     "mhc": (STOCK, "bf16", "split_k", "split_k_bf16"),
     "gemm": (STOCK, "split_k"),
+    "gate": (STOCK, "split_k"),
     "slots": (STOCK, "triton"),
     "head": (STOCK, "split_k"),
     "sm120_path": (STOCK, "forced"),
@@ -25,6 +26,7 @@ class Setting:
 
     attention "gluon": `split_k` on a GPU that Gluon has no kernel for; the receipt of the first call says what ran.
     gemm "split_k": SGLang's Triton FP8 GEMM is ours where rows are few, and stays SGLang's where they are many.
+    gate "split_k": the same of the bf16 products with fp32 results, which are the router's gate and the compressors'.
     slots "triton": the slots of the c128 keys, which SGLang writes up to the context limit by one program a row.
     head "split_k": the mix of the four streams in front of the output head, which SGLang gives one program a row.
     sm120_path "forced": SGLang takes the code path of sm_120 on whatever GPU there is. weights "random": in place of
@@ -38,6 +40,7 @@ class Setting:
     topk: str = STOCK
     mhc: str = STOCK
     gemm: str = STOCK
+    gate: str = STOCK
     slots: str = STOCK
     head: str = STOCK
     sm120_path: str = STOCK

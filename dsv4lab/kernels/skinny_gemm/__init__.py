@@ -38,14 +38,14 @@ from dsv4lab.kernels.skinny_gemm.cases import (
     rotated_bytes,
     work,
 )
-from dsv4lab.kernels.skinny_gemm.plans import SWEEP, TABLE, Config, Dot, Split, buckets, choose
+from dsv4lab.kernels.skinny_gemm.plans import SWEEP, TABLE, Config, Dot, Split, beats_cublas, buckets, choose
 from dsv4lab.kernels.skinny_gemm.tiles import combine_kernel, dot_kernel, split_kernel
 
 __all__ = [
     "CANDIDATES", "CASES", "EXPERIMENT", "IMPLEMENTATIONS", "LAYERS", "TABLE", "Case", "Config", "Dot", "Inputs",
-    "Split", "baseline", "choose", "config", "describe", "first_launch", "judge", "launches", "make_inputs",
-    "notes", "prepare", "reference", "rotated_bytes", "skinny_gemm", "static_launches", "warm_up", "work",
-    "workspace_numel",
+    "Split", "baseline", "beats_cublas", "choose", "config", "describe", "empty", "first_launch", "judge", "launches",
+    "make_inputs", "notes", "prepare", "reference", "rotated_bytes", "skinny_gemm", "static_launches", "warm_up",
+    "work", "workspace_numel",
 ]  # fmt: skip
 
 IMPLEMENTATIONS = ("fp32", "bf16", "split_k", "split_k_w32")
@@ -55,6 +55,12 @@ CANDIDATES = {f"{impl}_{c.name}": (impl, c) for impl in ("split_k", "split_k_w32
 def workspace_numel(M: int, N: int, K: int, config: Config) -> int:
     """Elements of the fp32 workspace that a call needs."""
     return config.partials(M, N, K) if isinstance(config, Split) else 0
+
+
+def empty(M: int, N: int, K: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(result, workspace) of a call with bf16 weights."""
+    config = choose(target(device)[0], M, N).config
+    return torch.empty(M, N, device=device), torch.empty(workspace_numel(M, N, K, config), device=device)
 
 
 def _all_registers(num_warps: int) -> dict:
