@@ -156,9 +156,9 @@ def every_call(device: str, rows: int, seed: int = 0, hidden: int = 256) -> Iter
     yield "gemm", lambda: adapters.gemm("split_k")(None, **linear)
     x, w = gate_call(min(rows, 64), 96, 512, device=device, seed=seed)
     yield "gate", lambda: adapters.gate()(None, x, w)
-    given = call.context_lens, None, None, call.block_table, 256
     (last,) = hc_head.make_inputs(hc_head.Case("h", rows, hidden), device=device, seed=seed)
     yield "head", lambda: adapters.head()(None, **vars(last), norm_eps=1e-6, hc_eps=1e-6)
+    given = call.context_lens, None, None, call.block_table, 256
     yield "slots", lambda: adapters.compression_metadata()(lambda *_: ("scalars", None), *given)[-1]
 
 
