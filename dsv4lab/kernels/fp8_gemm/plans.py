@@ -11,6 +11,10 @@ BLOCK = 128
 """Rows and columns of a weight that share one scale, and columns of an activation: a step of K."""
 
 
+AMAX_FLOOR = 1e-10
+"""What the largest activation of a step counts for at least when they are quantised."""
+
+
 @dataclass(frozen=True)
 class Config:
     """block_n: outputs of a block. blocks_per_sm: blocks that K is split for. num_stages: steps on their way."""
