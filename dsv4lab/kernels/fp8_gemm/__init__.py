@@ -60,7 +60,7 @@ _ELEMENTS = 256
 """Outputs that a program of the combine adds up: 32 partial sums a thread are on their way at once."""
 _GROUPS = 8
 """Groups of 128 that a program quantises: one load of 16 bytes a thread."""
-CANDIDATES = {f"split_k_{c.name}": ("split_k", c) for c in SWEEP}
+CANDIDATES = {f"{impl}_{c.name}": (impl, c) for impl in ("split_k", "split_k_linear") for c in SWEEP}
 
 
 def plan_for(M: int, N: int, K: int, device: torch.device, config: Config | None = None) -> Plan:
@@ -212,7 +212,7 @@ def prepare(impl: str, inputs: Inputs) -> Callable[[], tuple[Tensor]]:
         x, w = (dequantised(*pair).bfloat16() for pair in ((inputs.x, inputs.x_scale), (inputs.w, inputs.w_scale)))
         return lambda: (torch.matmul(x, w.T),)
     if impl == "split_k_linear":
-        return lambda: (fp8_linear(inputs.unquantised, inputs.w, inputs.w_scale),)
+        return lambda: (fp8_linear(inputs.unquantised, inputs.w, inputs.w_scale, config=config),)
     if impl != "split_k":
         raise ValueError(f"impl must be one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
     return lambda: (fp8_gemm(inputs.x, inputs.w, inputs.x_scale, inputs.w_scale, config=config),)

@@ -64,7 +64,7 @@ class Bucket:
 
 ROWS, NARROW, ANY = (16, 32, MAX_M), 16384, 1 << 30
 """Rows of a tile; outputs up to which K has to be split for all SMs, and any number."""
-COMPILED = "records/static/fp8_gemm_20261130T031216Z.json"
+COMPILED = "records/static/fp8_gemm_20261130T050835Z.json"
 """No such GPU has been measured: the tiles of the H200, with as many warps as spill nothing."""
 MEASURED = "records/tune_gemm_h200_20261130T030329Z.jsonl"
 
@@ -93,6 +93,8 @@ SWEEP = tuple(
     for stages in (3, 4, 6)
     if block_n * stages * blocks <= 64 * 6 * 4
 )
+SWEEP += tuple(Config(32, blocks, stages) for blocks in (1, 2, 4) for stages in (4, 8))  # fewer splits, or none
+SWEEP += (Config(64, 1, 8), Config(64, 2, 8), Config(128, 1, 4, 8), Config(128, 2, 3, 8))
 
 
 def buckets(arch: str) -> tuple[Bucket, ...]:
