@@ -97,7 +97,8 @@ def launches(
         x=call.x, x_stride16=(call.x.stride(0) if M > 1 else K) // 16, x_scale=call.x_scale, w=call.w,
         w_scale=call.w_scale, out=workspace if split else out, M=M, steps=plan.steps, splits=plan.splits, N=N, K=K,
         BLOCK_M=plan.block_m, BLOCK_N=c.block_n, STAGES=c.num_stages, SPLIT=split, PDL=pdl,
-        AHEAD=ahead, COMPUTE=tl.float32 if INTERPRETED else tl.float8e4nv, num_warps=c.num_warps, launch_pdl=ahead,
+        AHEAD=ahead, SWAP=c.swap, COMPUTE=tl.float32 if INTERPRETED else tl.float8e4nv, num_warps=c.num_warps,
+        launch_pdl=ahead,
     )  # fmt: skip
     first = fp8_gemm_kernel, (columns, plan.splits, rows), arguments
     if not split:

@@ -17,16 +17,20 @@ AMAX_FLOOR = 1e-10
 
 @dataclass(frozen=True)
 class Config:
-    """block_n: outputs of a block. blocks_per_sm: blocks that K is split for. num_stages: steps on their way."""
+    """block_n: outputs of a block. blocks_per_sm: blocks that K is split for. num_stages: steps on their way.
+
+    swap: the weights are the left operand of the product, of which wgmma takes 64 rows; of the right one it takes few.
+    """
 
     block_n: int
     blocks_per_sm: int
     num_stages: int
     num_warps: int = 4
+    swap: bool = False
 
     @property
     def name(self) -> str:
-        return f"n{self.block_n}_x{self.blocks_per_sm}_s{self.num_stages}_w{self.num_warps}"
+        return f"n{self.block_n}_x{self.blocks_per_sm}_s{self.num_stages}_w{self.num_warps}{'_swap' * self.swap}"
 
 
 @dataclass(frozen=True)
@@ -93,8 +97,10 @@ SWEEP = tuple(
     for stages in (3, 4, 6)
     if block_n * stages * blocks <= 64 * 6 * 4
 )
-SWEEP += tuple(Config(32, blocks, stages) for blocks in (1, 2, 4) for stages in (4, 8))  # fewer splits, or none
-SWEEP += (Config(64, 1, 8), Config(64, 2, 8), Config(128, 1, 4, 8), Config(128, 2, 3, 8))
+SWEEP += tuple(Config(32, blocks, stages) for blocks in (1, 2, 4) for stages in (4, 8))  # fewer shares, or one
+SWEEP += (Config(64, 1, 8), Config(64, 2, 8))
+SWEEP += tuple(Config(*tile, swap=True) for tile in ((64, 1, 4), (64, 1, 6), (64, 2, 3), (64, 2, 4)))
+SWEEP += tuple(Config(128, 1, stages, swap=True) for stages in (3, 4))
 
 
 def buckets(arch: str) -> tuple[Bucket, ...]:

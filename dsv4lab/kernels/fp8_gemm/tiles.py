@@ -89,7 +89,7 @@ def _ask(rows, size, N: tl.constexpr):
 def fp8_gemm_kernel(
     x, x_stride16, x_scale, w, w_scale, out, M, N, K, steps, splits,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
-    AHEAD: tl.constexpr, COMPUTE: tl.constexpr,
+    AHEAD: tl.constexpr, SWAP: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """Grid (column tiles, splits, row tiles): the sum over `steps` steps of K, in bf16 if it is the whole one.
 
@@ -115,12 +115,17 @@ def fp8_gemm_kernel(
         _ask(w + n.to(tl.int64) * K + first * BLOCK_K, (last - first) * BLOCK_K, BLOCK_N)
         tl.load(tile_scales + first, volatile=True)
         gdc_wait()
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    acc = tl.zeros([BLOCK_N, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_N], tl.float32)
     for step in tl.range(first, last, num_stages=STAGES):
         a = tl.load(rows + step * BLOCK_K, mask=some[:, None], other=0.0)
         b = tl.load(columns + step * BLOCK_K)
         scale = tl.load(row_scales + step, mask=some, other=0.0) * tl.load(tile_scales + step)
-        acc += tl.dot(a.to(COMPUTE), b.to(COMPUTE).T, input_precision="ieee") * scale[:, None]
+        if SWAP:
+            acc += tl.dot(b.to(COMPUTE), a.to(COMPUTE).T, input_precision="ieee") * scale[None, :]
+        else:
+            acc += tl.dot(a.to(COMPUTE), b.to(COMPUTE).T, input_precision="ieee") * scale[:, None]
+    if SWAP:
+        acc = acc.T
     if SPLIT:
         at = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
         partial = (tl.program_id(2) * tl.num_programs(0) + tile) * splits + split
