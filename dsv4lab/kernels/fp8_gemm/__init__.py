@@ -172,17 +172,18 @@ def fp8_linear(
     workspace: Tensor | None = None,
     config: Config | None = None,
 ) -> Tensor:
-    """`fp8_gemm` of x quantised, bf16 [M, N]. Nothing that may still run may write w or w_scale: they are read early.
+    """`fp8_gemm` of x, which is quantised first, bf16 [M, N].
 
     x: bf16 [M, K], M up to `MAX_M`, rows dense and at multiples of 16 bytes; any values. w, w_scale, out, config: as
     `fp8_gemm` has them. workspace: contiguous fp32 from a multiple of 16 bytes, as large as the one of
     `empty(linear=True)`, any contents.
 
-    The quantisation is bitwise that of SGLang's CUDA kernel (`per_token_group_quant_8bit_v2.cuh`, which 0.5.13.post1
-    has compiled in sgl-kernel): of 128 columns amax = max(|x|, 1e-10), NaN left out; scale = amax * (1 / 448), rounded
-    once each; x * (448 / amax) by an approximate division, clamped to +-448 with NaN becoming -448, then to the nearest
-    e4m3, ties to even. It is compiled with --use_fast_math: nvcc 13.0 makes `div.approx.ftz.f32` of the division, which
-    is what ours asks for by name; another nvcc's choice cannot be known from the source. Interpreted, ours is IEEE's.
+    The quantisation is bitwise that of SGLang 0.5.14 to 0.5.16 (`per_token_group_quant_8bit_v2.cuh`): of 128 columns
+    amax = max(|x|, 1e-10), NaN left out; scale = amax * (1 / 448), each rounded once; x * (448 / amax) with an
+    approximate division, clamped to +-448 with NaN becoming -448, then to the nearest e4m3, ties to even. 0.5.23 keeps
+    a NaN; what 0.5.13.post1 has compiled in sgl-kernel is said to be the same. SGLang compiles with --use_fast_math:
+    nvcc 13.0 makes `div.approx.ftz.f32` of the division, which ours asks for by name; what another nvcc makes of it the
+    source does not say. Interpreted, ours divides as IEEE does.
 
     Raises ValueError naming the argument and what it was, ColdKernel if the stream is capturing and this variant was
     never run before. No host sync.
@@ -233,7 +234,8 @@ def _variants(shapes: Iterable[tuple[int, int]], device: torch.device | str, arc
             workspace = torch.empty(sum(_floats(how["plan"], M, N, K, linear=True)), device=device)
             name = f"n{N}_k{K}, {bucket.limits}"
             yield f"{name}: {bucket.config.name}", launches(Inputs(x, x_scale, w, w_scale), out, workspace, **how)
-            linear = linear_launches(x.bfloat16(), w, w_scale, out, workspace, **how)
+            wide = torch.empty(M, K, dtype=torch.bfloat16, device=device)
+            linear = linear_launches(wide, w, w_scale, out, workspace, **how)
             yield f"{name}, linear: {bucket.config.name}", linear
 
 

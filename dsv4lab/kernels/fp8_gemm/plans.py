@@ -9,8 +9,6 @@ MAX_M = 64
 """Rows up to which the weights are what takes the time."""
 BLOCK = 128
 """Rows and columns of a weight that share one scale, and columns of an activation: a step of K."""
-
-
 AMAX_FLOOR = 1e-10
 """What the largest activation of a step counts for at least when they are quantised."""
 
@@ -68,7 +66,7 @@ class Bucket:
 
 ROWS, NARROW, ANY = (16, 32, MAX_M), 16384, 1 << 30
 """Rows of a tile; outputs up to which K has to be split for all SMs, and any number."""
-COMPILED = "records/static/fp8_gemm_20261130T050835Z.json"
+COMPILED = "records/static/fp8_gemm_20261130T051509Z.json"
 """No such GPU has been measured: the tiles of the H200, with as many warps as spill nothing."""
 MEASURED = "records/tune_gemm_h200_20261130T030329Z.jsonl"
 
