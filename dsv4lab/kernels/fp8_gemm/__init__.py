@@ -42,7 +42,7 @@ from dsv4lab.kernels.fp8_gemm.cases import (
     work,
 )
 from dsv4lab.kernels.fp8_gemm.checks import takes
-from dsv4lab.kernels.fp8_gemm.plans import BLOCK, MAX_M, SWEEP, TABLE, Config, Plan, buckets, choose, plan
+from dsv4lab.kernels.fp8_gemm.plans import ALL, BLOCK, MAX_M, SWEEP, TABLE, Config, Plan, buckets, choose, plan
 from dsv4lab.kernels.fp8_gemm.tiles import fp8_gemm_combine_kernel, fp8_gemm_kernel, fp8_gemm_quantise_kernel
 from dsv4lab.kernels.launch import INTERPRETED, launch, target, warm
 from dsv4lab.kernels.skinny_gemm.checks import check_flat
@@ -60,7 +60,8 @@ _ELEMENTS = 256
 """Outputs that a program of the combine adds up: 32 partial sums a thread are on their way at once."""
 _GROUPS = 8
 """Groups of 128 that a program quantises: one load of 16 bytes a thread."""
-CANDIDATES = {f"{impl}_{c.name}": (impl, c) for impl in ("split_k", "split_k_linear") for c in SWEEP}
+CANDIDATES = {f"split_k_{c.name}": ("split_k", c) for c in SWEEP if c.asked == ALL}
+CANDIDATES |= {f"split_k_linear_{c.name}": ("split_k_linear", c) for c in SWEEP}
 
 
 def plan_for(M: int, N: int, K: int, device: torch.device, config: Config | None = None) -> Plan:
@@ -97,8 +98,8 @@ def launches(
         x=call.x, x_stride16=(call.x.stride(0) if M > 1 else K) // 16, x_scale=call.x_scale, w=call.w,
         w_scale=call.w_scale, out=workspace if split else out, M=M, steps=plan.steps, splits=plan.splits, N=N, K=K,
         BLOCK_M=plan.block_m, BLOCK_N=c.block_n, STAGES=c.num_stages, SPLIT=split, PDL=pdl,
-        AHEAD=ahead, SWAP=c.swap, COMPUTE=tl.float32 if INTERPRETED else tl.float8e4nv, num_warps=c.num_warps,
-        launch_pdl=ahead,
+        AHEAD=ahead, ASKED=c.asked if ahead else 0, SWAP=c.swap, COMPUTE=tl.float32 if INTERPRETED else tl.float8e4nv,
+        num_warps=c.num_warps, launch_pdl=ahead,
     )  # fmt: skip
     first = fp8_gemm_kernel, (columns, plan.splits, rows), arguments
     if not split:

@@ -89,13 +89,13 @@ def _ask(rows, size, N: tl.constexpr):
 def fp8_gemm_kernel(
     x, x_stride16, x_scale, w, w_scale, out, M, N, K, steps, splits,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
-    AHEAD: tl.constexpr, SWAP: tl.constexpr, COMPUTE: tl.constexpr,
+    AHEAD: tl.constexpr, ASKED: tl.constexpr, SWAP: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """Grid (column tiles, splits, row tiles): the sum over `steps` steps of K, in bf16 if it is the whole one.
 
     x: e4m3 [M, K], rows 16 * x_stride16 apart; x_scale: fp32 [M, K / 128]; w: e4m3 [N, K]; w_scale: fp32
     [N / 128, K / 128]; out: bf16 [M, N], or the partial tiles. All but x dense. AHEAD: launched while x is still being
-    made, and asks for w before it waits for that.
+    made, and asks for w, up to ASKED steps of it, before it waits for that.
     """
     if PDL:
         gdc_launch_dependents()
@@ -112,8 +112,9 @@ def fp8_gemm_kernel(
     tile_scales = w_scale + tile * BLOCK_N // BLOCK_K * all_steps
     first, last = split * steps, tl.minimum((split + 1) * steps, all_steps)
     if AHEAD:
-        _ask(w + n.to(tl.int64) * K + first * BLOCK_K, (last - first) * BLOCK_K, BLOCK_N)
-        tl.load(tile_scales + first, volatile=True)
+        if ASKED:
+            _ask(w + n.to(tl.int64) * K + first * BLOCK_K, tl.minimum(last - first, ASKED) * BLOCK_K, BLOCK_N)
+            tl.load(tile_scales + first, volatile=True)
         gdc_wait()
     acc = tl.zeros([BLOCK_N, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_N], tl.float32)
     for step in tl.range(first, last, num_stages=STAGES):
