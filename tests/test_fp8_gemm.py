@@ -411,6 +411,35 @@ def test_a_chain_of_layers_waits_for_what_it_reads(shape):
 
 
 @pytest.mark.gpu
+def test_layers_on_two_streams_of_one_graph_wait_for_what_they_read():
+    call = operands(17, 4096, 2048)
+    base, side = call.unquantised.clone(), torch.cuda.Stream()
+
+    def both():
+        x = base * 2
+        here = torch.cuda.current_stream()
+        side.wait_stream(here)
+        with torch.cuda.stream(side):
+            beside = gemm.fp8_linear(x, call.w, call.w_scale)
+        out = gemm.fp8_linear(x, call.w, call.w_scale)
+        here.wait_stream(side)
+        return x, out, beside, out + beside
+
+    both()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        _, *found = both()
+    for seed in range(20):
+        base.copy_(operands(17, 4096, 2048, seed).unquantised)
+        expected = gemm.fp8_linear(base * 2, call.w, call.w_scale)
+        for out in found:
+            numerics.poison_(out)
+        graph.replay()
+        for out, right in zip(found, (expected, expected, expected + expected), strict=True):
+            assert numerics.bitwise_equal(out, right)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("peer", [sglang_fp8, sglang_fp8_linear, deepgemm_fp8], ids=lambda peer: peer.IMPL)
 def test_rivals_give_the_same(peer):
     if reason := peer.unavailable():

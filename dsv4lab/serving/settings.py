@@ -23,7 +23,8 @@ class Setting:
     """One of `CHOICES` for each hook; `version`: the SGLang release to treat an unknown one as.
 
     attention "gluon": `split_k` on a GPU that Gluon has no kernel for; the receipt of the first call says what ran.
-    gemm "split_k": SGLang's Triton FP8 GEMM is ours where rows are few, and stays SGLang's where they are many.
+    gemm "split_k": SGLang's Triton FP8 linear layers are ours, with their quantisation, where rows are few, and stay
+      SGLang's where they are many.
     slots "triton": the slots of the c128 keys, which SGLang writes up to the context limit by one program a row.
     sm120_path "forced": SGLang takes the code path of sm_120 on whatever GPU there is. weights "random": in place of
     SGLang's dummy weights, such as give an answer something to depend on. tables "tuned": SGLang's Triton FP8 GEMM and
