@@ -1,5 +1,8 @@
 """Block-FP8 products of few rows against float64: every way to split, odd shapes, bad input, repeatability, peers."""
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from itertools import product as product_of
 from types import SimpleNamespace
@@ -11,14 +14,20 @@ from dsv4lab import hardware, numerics, tuned
 from dsv4lab.kernels import fp8_gemm as gemm
 from dsv4lab.kernels.fp8_gemm import Config, plans
 from dsv4lab.kernels.launch import frozen, launch
-from dsv4lab.peers import deepgemm_fp8, sglang_fp8, sglang_fp8_tuned
+from dsv4lab.kv_cache import FP8
+from dsv4lab.peers import deepgemm_fp8, peers_of, sglang_fp8, sglang_fp8_linear, sglang_fp8_tuned
 
 DEVICE = "cpu" if hardware.probe() is None else "cuda"
-CONFIGS = [Config(64, 2, 4), Config(64, 1, 3), Config(128, 1, 3)]
+INF = float("inf")
+CONFIGS = [Config(64, 2, 4), Config(32, 1, 3), Config(64, 2, 4, swap=True), Config(128, 1, 3)]
 
 
 def operands(M, N=256, K=640, seed=0):
     return gemm.make_inputs(gemm.Case("", M, N, K), device=DEVICE, seed=seed)[0]
+
+
+def arguments(call, **other):
+    return {name: value for name, value in vars(call).items() if name != "unquantised"} | other
 
 
 def product(call, config=CONFIGS[0], sms=132):
@@ -82,10 +91,10 @@ def test_bitwise_the_same_in_every_run():
 
 def test_the_public_call_allocates_what_it_needs():
     call = operands(7)
-    arguments = call.x, call.w, call.x_scale, call.w_scale
+    given = arguments(call)
     out, workspace = gemm.empty(7, 256, 640, call.x.device)
-    assert gemm.fp8_gemm(*arguments, out=out, workspace=workspace) is out
-    assert numerics.bitwise_equal(gemm.fp8_gemm(*arguments), out)
+    assert gemm.fp8_gemm(**given, out=out, workspace=workspace) is out
+    assert numerics.bitwise_equal(gemm.fp8_gemm(**given), out)
     assert_right(call, out)
     assert gemm.fp8_gemm(call.x[:0], call.w, call.x_scale[:0], call.w_scale).shape == (0, 256)
 
@@ -113,7 +122,143 @@ BAD = [
 @pytest.mark.parametrize(("message", "wrong"), BAD, ids=[message for message, _ in BAD])
 def test_bad_arguments_are_named(message, wrong):
     with pytest.raises(ValueError, match=message):
-        gemm.fp8_gemm(**(vars(CALL) | wrong))
+        gemm.fp8_gemm(**arguments(CALL, **wrong))
+
+
+# activations in bf16
+
+
+def wild(M, K=1664, seed=0):
+    """bf16 of all sizes, with all that a quantisation may stumble over, as many rows as there are."""
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    x = torch.randn(M, K, device=DEVICE, generator=generator)
+    x *= torch.randint(-12, 12, (M, K), device=DEVICE, generator=generator).float().exp2()
+    odd = torch.zeros(7, K, device=DEVICE)
+    odd[1] = -0.0
+    odd[2] = torch.linspace(-2e-10, 2e-10, K)  # about the floor of amax
+    odd[3:] = x[:1]
+    odd[3, 5], odd[4, :128], odd[5, 130:132] = float("nan"), float("nan"), torch.tensor([INF, -INF])
+    odd[6, 1] = 3e38
+    x[1:8] = odd[: M - 1]
+    return x.bfloat16()
+
+
+def linear(x, call, config=CONFIGS[0], sms=132):
+    """(result, x quantised, its scales), into NaNs, planned for a GPU of so many SMs."""
+    (M, K), N = x.shape, len(call.w)
+    plan = plans.plan(M, N, K, config, sms)
+    out = torch.full((M, N), float("nan"), dtype=torch.bfloat16, device=DEVICE)
+    workspace = torch.full((plan.partials(M, N) + M * (K // 4 + K // 128),), float("nan"), device=DEVICE)
+    for each in gemm.linear_launches(x, call.w, call.w_scale, out, workspace, plan=plan, arch="sm_90"):
+        launch(*each)
+    quantised, scales = workspace[plan.partials(M, N) :].split([M * K // 4, M * K // 128])
+    return out, quantised.view(FP8).view(M, K), scales.view(M, -1)
+
+
+def same_bits(ours, theirs):
+    pairs = zip(ours, theirs, strict=True)
+    return all(torch.equal(mine.view(torch.uint8), other.view(torch.uint8)) for mine, other in pairs)
+
+
+@pytest.mark.parametrize("M", [1, 9, 64])
+def test_an_activation_is_quantised_as_torch_would(M):
+    x, call = wild(M), operands(1, K=1664)
+    out, *found = linear(x, call)
+    quantised, scales = gemm.quantised(x)
+    if DEVICE == "cpu":  # a GPU divides approximately
+        assert same_bits(found, (quantised, scales))
+    assert torch.equal(found[1], scales)
+    assert numerics.bitwise_equal(out, product(replace(call, x=found[0], x_scale=found[1])))
+
+
+def test_what_is_special_in_an_activation():
+    _, x, scales = linear(wild(8), operands(1, K=1664))
+    rows = x.float()
+    assert not x[1].view(torch.uint8).any() and (x[2].view(torch.uint8) == 0x80).all()
+    floor = torch.tensor(1e-10) * (1 / 448)
+    assert scales[1:3].eq(floor).all() and scales[3, 0] > floor == scales[3, 6]
+    assert rows[3].min() == -448 and 0 < rows[3, 768:896].amax() < 448
+    assert rows[4, 5] == -448 and rows[5, :128].eq(-448).all() and scales[5, 0] == scales[1, 0]
+    assert scales[6, 1] == INF and rows[6, 130:132].eq(-448).all() and not rows[6, 132:256].any()
+
+
+def test_quantised_values_are_the_nearest():
+    x = torch.randn(5, 640, generator=torch.Generator().manual_seed(1)).bfloat16().to(DEVICE)
+    _, found, scales = linear(x, operands(1))
+    exact = x.double() / scales.double().repeat_interleave(128, 1)
+    codes = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(FP8).double()
+    codes = codes[codes.isfinite()]
+    least = (exact[..., None] - codes).abs().amin(-1)
+    assert ((exact - found.double()).abs() <= least + 1e-4).all()  # but where the division decides
+
+
+@pytest.mark.parametrize("sms", [1, 132])
+@pytest.mark.parametrize("M", [1, 5, 17])
+def test_a_linear_layer_is_its_quantisation_and_its_product(M, sms):
+    call = operands(M, K=1664)
+    for config in CONFIGS[::2]:
+        out, *found = linear(call.unquantised, call, config, sms)
+        assert numerics.bitwise_equal(out, product(replace(call, x=found[0], x_scale=found[1]), config, sms))
+        assert_right(call, out)
+
+
+def test_rows_of_an_activation_may_be_strided_and_do_not_depend_on_each_other():
+    call = operands(5)
+    wide = torch.full((5, 1024), float("nan"), dtype=torch.bfloat16, device=DEVICE)
+    wide[:, :640] = call.unquantised
+    clean, _, _ = linear(call.unquantised, call)
+    assert numerics.bitwise_equal(linear(wide[:, :640], call)[0], clean)
+    wide[2] = INF
+    others = [0, 1, 3, 4]
+    assert numerics.bitwise_equal(linear(wide[:, :640], call)[0][others], clean[others])
+
+
+def test_the_public_linear_layer_allocates_what_it_needs():
+    call = operands(7)
+    given = call.unquantised, call.w, call.w_scale
+    out, workspace = gemm.empty(7, 256, 640, call.x.device, linear=True)
+    numerics.poison_(out), numerics.poison_(workspace)
+    assert gemm.fp8_linear(*given, out=out, workspace=workspace) is out
+    assert numerics.bitwise_equal(gemm.fp8_linear(*given), out)
+    assert_right(call, out)
+    assert gemm.fp8_linear(call.unquantised[:0], call.w, call.w_scale).shape == (0, 256)
+
+
+BAD_LINEAR = [
+    (r"x must be bfloat16 \[M, K\]", dict(x=CALL.x)),
+    (r"x must be bfloat16 \[M, K\]", dict(x=torch.zeros(3, 644, dtype=torch.bfloat16, device=DEVICE)[:, :640])),
+    ("must have M up to 64", dict(x=torch.zeros(65, 640, dtype=torch.bfloat16, device=DEVICE))),
+    (r"w must be contiguous float8_e4m3fn \[256, 640\]", dict(w=CALL.w.float())),
+    (r"w_scale must be contiguous float32 \[2, 5\]", dict(w_scale=CALL.w_scale.double())),
+    ("workspace must be contiguous float32", dict(workspace=torch.empty(9, device=DEVICE))),
+    ("workspace must start at a multiple of 16 bytes", dict(workspace=torch.empty(1 << 20, device=DEVICE)[1:])),
+]
+
+
+@pytest.mark.parametrize(("message", "wrong"), BAD_LINEAR, ids=[message for message, _ in BAD_LINEAR])
+def test_bad_arguments_of_a_linear_layer_are_named(message, wrong):
+    with pytest.raises(ValueError, match=message):
+        gemm.fp8_linear(**(dict(x=CALL.unquantised, w=CALL.w, w_scale=CALL.w_scale) | wrong))
+
+
+def test_the_weights_are_on_their_way_before_the_activation_is_waited_for():
+    code = """if True:
+        from dsv4lab import static
+        from dsv4lab.kernels import fp8_gemm
+        for arch in ("sm_90", "sm_120"):
+            entries = dict(fp8_gemm.static_launches(arch))
+            _, gemm, *_ = next(launches for name, launches in entries.items() if ", linear" in name)
+            print(*static.instructions(static.compile_for(arch, *gemm)))
+    """
+    environment = os.environ | {"TRITON_INTERPRET": "0", tuned.VARIABLE: ""}
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stderr[-2000:]
+    for names in map(str.split, run.stdout.splitlines()):
+        trigger, asked, wait = (names.index(name) for name in ("PREEXIT", "UBLKPF.L2", "ACQBULK"))
+        loads = [at for at, name in enumerate(names) if name.startswith(("LDG.", "LDGSTS."))]
+        assert trigger < asked < wait
+        assert [names[at] for at in loads if at < wait] == ["LDG.E.STRONG.SYS"]  # of the weights' scale
+        assert wait < min(at for at, name in enumerate(names) if name.startswith("STG."))
 
 
 @pytest.mark.parametrize("impl", gemm.IMPLEMENTATIONS)
@@ -123,7 +268,7 @@ def test_implementations_pass_the_verdict(impl):
 
 
 def test_an_unknown_implementation_is_named():
-    with pytest.raises(ValueError, match="impl must be one of bf16, split_k, got 'fast'"):
+    with pytest.raises(ValueError, match="impl must be one of bf16, split_k, split_k_linear, got 'fast'"):
         gemm.prepare("fast", CALL)
 
 
@@ -149,11 +294,16 @@ class FakeSGLang(SimpleNamespace):
         self.took.append(configs and configs[min(configs)])
         return gemm.reference(gemm.Inputs(A, As, B, Bs))[0].to(output_dtype)
 
+    def per_token_group_quant_fp8(self, x, group_size, column_major_scales):
+        assert (group_size, column_major_scales) == (128, False)
+        return gemm.quantised(x)
+
 
 @pytest.fixture
 def sglang(monkeypatch, tmp_path):
     module = FakeSGLang()
-    monkeypatch.setattr(sglang_fp8, "import_module", lambda name: module)
+    for peer in (sglang_fp8, sglang_fp8_linear):
+        monkeypatch.setattr(peer, "import_module", lambda name: module)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     monkeypatch.setenv(tuned.VARIABLE, str(tmp_path))
     return module
@@ -167,26 +317,28 @@ def test_sglang_runs_by_its_own_config_or_by_the_tuned_one_of_the_nearest_rows(s
     path = tuned.gemm_path(tmp_path, "NVIDIA H200", 256, 640)
     tuned.write_sglang(path, {1: {"BLOCK_SIZE_M": 16}, 8: {"BLOCK_SIZE_M": 32}})
     assert_right(call, *sglang_fp8_tuned.prepare(call)())
-    assert sglang.took == [None, {"BLOCK_SIZE_M": 32}]
+    assert_right(call, *sglang_fp8_linear.prepare(call)())
+    assert sglang.took == [None, {"BLOCK_SIZE_M": 32}, None]
     assert sglang.get_w8a8_block_fp8_configs() is None  # as it was
 
 
 def test_peers_say_why_they_cannot_run(monkeypatch):
     monkeypatch.setattr(sglang_fp8, "find_spec", lambda name: None)
     assert sglang_fp8.unavailable() == "sglang is not installed: pip install sglang==0.5.14"
-    assert {each.IMPL for each in (sglang_fp8, sglang_fp8_tuned, deepgemm_fp8)} == {
-        "sglang_fp8", "sglang_fp8_tuned", "deepgemm_fp8",
+    assert {each.IMPL for each in peers_of("fp8_gemm")} == {
+        "sglang_fp8", "sglang_fp8_tuned", "sglang_fp8_linear", "deepgemm_fp8",
     }  # fmt: skip
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", gemm.layers(1), ids=str)
 def test_every_candidate_config_is_right(shape):
-    for M in (1, 33):
+    for M, wanted in ((1, "split_k_linear"), (17, "split_k"), (33, "split_k_linear")):
         call = operands(M, *shape)
         expected, usual = gemm.reference(call), gemm.baseline(call)
-        for name in gemm.CANDIDATES:
-            assert gemm.judge(call, gemm.prepare(name, call)(), expected, usual).passed, name
+        for name, (impl, _) in gemm.CANDIDATES.items():
+            if impl == wanted:
+                assert gemm.judge(call, gemm.prepare(name, call)(), expected, usual).passed, name
 
 
 @pytest.mark.gpu
@@ -196,14 +348,16 @@ def test_a_warm_up_covers_every_number_of_rows():
         for shape in gemm.layers(1):
             for M in (1, 3, 16, 40, 64):
                 call = operands(M, *shape)
-                assert_right(call, *gemm.prepare("split_k", call)())
+                for impl in ("split_k", "split_k_linear"):
+                    assert_right(call, *gemm.prepare(impl, call)())
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("impl", ["split_k", "split_k_linear"])
 @pytest.mark.parametrize("M", [1, 32, 64])
-def test_a_captured_graph_replays_new_values_bitwise(M):
+def test_a_captured_graph_replays_new_values_bitwise(M, impl):
     call = operands(M, 1536, 4096)
-    launch_it = gemm.prepare("split_k", call)
+    launch_it = gemm.prepare(impl, call)
     launch_it()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -214,12 +368,79 @@ def test_a_captured_graph_replays_new_values_bitwise(M):
             old.copy_(fresh)
         out.fill_(float("nan"))
         graph.replay()
-        assert numerics.bitwise_equal(out, *gemm.prepare("split_k", new)())
+        assert numerics.bitwise_equal(out, *gemm.prepare(impl, new)())
         assert_right(new, out)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("peer", [sglang_fp8, deepgemm_fp8], ids=lambda peer: peer.IMPL)
+@pytest.mark.parametrize("M", [1, 9, 33, 64])
+@pytest.mark.parametrize("K", [1024, 1536, 8192])
+def test_an_activation_is_quantised_bitwise_as_sglang_does(M, K):
+    if reason := sglang_fp8_linear.unavailable():
+        pytest.skip(reason)
+    for seed in range(20):
+        x = wild(M, K, seed)
+        assert same_bits(linear(x, operands(1, K=K))[1:], sglang_fp8_linear.quantise(x))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", gemm.layers(1), ids=str)
+def test_a_chain_of_layers_waits_for_what_it_reads(shape):
+    """Each layer's activation is made just in front of it, and by the layer in front."""
+    call = operands(33, *shape)
+    N, K = shape
+
+    def chain(x):
+        for _ in range(8):
+            out = gemm.fp8_linear(x, call.w, call.w_scale)
+            x = out.repeat(1, -(-K // N))[:, :K].div(out.abs().amax()).contiguous()
+            yield out, x
+
+    eager = []
+    for out, _ in chain(call.unquantised):
+        torch.cuda.synchronize()
+        eager.append(out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = [out for out, _ in chain(call.unquantised)]
+    for _ in range(20):
+        for out in captured:
+            numerics.poison_(out)
+        graph.replay()
+        assert all(numerics.bitwise_equal(*pair) for pair in zip(captured, eager, strict=True))
+
+
+@pytest.mark.gpu
+def test_layers_on_two_streams_of_one_graph_wait_for_what_they_read():
+    call = operands(17, 4096, 2048)
+    base, side = call.unquantised.clone(), torch.cuda.Stream()
+
+    def both():
+        x = base * 2
+        here = torch.cuda.current_stream()
+        side.wait_stream(here)
+        with torch.cuda.stream(side):
+            beside = gemm.fp8_linear(x, call.w, call.w_scale)
+        out = gemm.fp8_linear(x, call.w, call.w_scale)
+        here.wait_stream(side)
+        return x, out, beside, out + beside
+
+    both()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        _, *found = both()
+    for seed in range(20):
+        base.copy_(operands(17, 4096, 2048, seed).unquantised)
+        expected = gemm.fp8_linear(base * 2, call.w, call.w_scale)
+        for out in found:
+            numerics.poison_(out)
+        graph.replay()
+        for out, right in zip(found, (expected, expected, expected + expected), strict=True):
+            assert numerics.bitwise_equal(out, right)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("peer", [sglang_fp8, sglang_fp8_linear, deepgemm_fp8], ids=lambda peer: peer.IMPL)
 def test_rivals_give_the_same(peer):
     if reason := peer.unavailable():
         pytest.skip(reason)

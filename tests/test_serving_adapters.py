@@ -118,11 +118,11 @@ def test_another_value_width_is_refused():
         adapters.attention("split_k")(**sglang_call(call) | {"head_dim_v": 448})
 
 
-def gemm_call(rows: int, n: int, k: int, **how) -> dict:
-    """As SGLang multiplies by a block-FP8 weight [n, k]."""
+def linear_call(rows: int, n: int, k: int, **how) -> dict:
+    """As SGLang calls a block-FP8 linear layer with a weight [n, k]."""
     (call,) = sglang_gemm.make_inputs(sglang_gemm.Case("", rows, n, k), **how)
-    scales = {"As": call.x_scale, "Bs": call.w_scale}
-    return {"A": call.x, "B": call.w, **scales, "block_size": [128, 128], "output_dtype": torch.bfloat16}
+    given = {"input": call.unquantised, "weight": call.w, "block_size": [128, 128], "weight_scale": call.w_scale}
+    return given | {"input_scale": None, "bias": None}
 
 
 def gate_call(rows: int, n: int, k: int, device: str = DEVICE, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -152,7 +152,7 @@ def every_call(device: str, rows: int, seed: int = 0, hidden: int = 256) -> Iter
         norm = types.SimpleNamespace(weight=pre.norm_weight, variance_epsilon=1e-6) if normed else None
         given = layer, pre.x, pre.hc_fn, pre.hc_scale, pre.hc_base, norm
         yield f"mhc, {normed}", lambda given=given: torch.cat([each.flatten() for each in ours(None, *given)[:3]])
-    linear = gemm_call(min(rows, 64), 256, 512, device=device, seed=seed)
+    linear = linear_call(min(rows, 64), 256, 512, device=device, seed=seed)
     yield "gemm", lambda: adapters.gemm("split_k")(None, **linear)
     x, w = gate_call(min(rows, 64), 96, 512, device=device, seed=seed)
     yield "gate", lambda: adapters.gate()(None, x, w)
@@ -292,41 +292,43 @@ def test_an_empty_batch_goes_to_sglangs_own_mhc_pre():
     assert found == ("original", "layer", (None, None, None, 1), {"forward_batch": 2})
 
 
-def test_few_rows_are_multiplied_by_our_gemm():
+@pytest.mark.parametrize("shape", [(5, 384), (1, 5, 384)])
+def test_a_linear_layer_of_few_rows_is_ours(shape):
     case = sglang_gemm.Case("", 5, 256, 384)
     (call,) = sglang_gemm.make_inputs(case, device=DEVICE)
-    given = gemm_call(case.M, case.N, case.K, device=DEVICE)
-    out = adapters.gemm("split_k")(lambda *_: pytest.fail("the original"), *given.values())
-    assert out.dtype == torch.bfloat16 and out.shape == (5, 256)
-    assert sglang_gemm.judge(call, (out,), sglang_gemm.reference(call), sglang_gemm.baseline(call)).passed
+    given = linear_call(case.M, case.N, case.K, device=DEVICE)
+    given["input"] = given["input"].view(shape)
+    out = adapters.gemm("split_k")(lambda *_: pytest.fail("the original"), **given)
+    assert out.dtype == torch.bfloat16 and out.shape == (*shape[:-1], 256)
+    right = sglang_gemm.reference(call), sglang_gemm.baseline(call)
+    assert sglang_gemm.judge(call, (out.view(5, 256),), *right).passed
 
 
 @pytest.mark.parametrize(
     "other",
     [
-        {"A": torch.empty(65, 256).to(FP8), "As": torch.empty(65, 2)},
-        {"A": torch.empty(0, 256).to(FP8), "As": torch.empty(0, 2)},
-        {"A": torch.empty(1, 3, 256).to(FP8), "As": torch.empty(1, 3, 2)},
-        {"A": torch.empty(3, 256, dtype=torch.int8), "B": torch.empty(128, 256, dtype=torch.int8)},
-        {"B": torch.empty(192, 256).to(FP8), "Bs": torch.empty(2, 2)},
-        {"As": torch.empty(2, 3).T},
-        {"Bs": torch.empty(1, 4)[:, ::2]},
-        {"As": torch.empty(3, 1, dtype=torch.int32), "Bs": torch.empty(128, 1, dtype=torch.int32)},
+        {"input": torch.empty(65, 256, dtype=torch.bfloat16)},
+        {"input": torch.empty(5, 13, 256, dtype=torch.bfloat16)},
+        {"input": torch.empty(0, 256, dtype=torch.bfloat16)},
+        {"input": torch.empty(3, 512, dtype=torch.bfloat16)[:, ::2]},
+        {"input": torch.empty(3, 256, dtype=torch.float16)},
+        {"input": torch.empty(3, 256).to(FP8), "input_scale": torch.empty(3, 2)},
+        {"weight": torch.empty(128, 256, dtype=torch.int8)},
+        {"weight": torch.empty(192, 256).to(FP8), "weight_scale": torch.empty(2, 2)},
+        {"weight": torch.empty(256, 128).to(FP8).T},
+        {"weight_scale": torch.empty(1, 4)[:, ::2]},
+        {"weight_scale": torch.empty(128, 1, dtype=torch.int32)},
         {"block_size": [64, 128]},
-        {"output_dtype": torch.float16},
+        {"bias": torch.empty(128)},
+        {"act_scale_ue8m0": True, "weight_bf16": None},
     ],
 )
 def test_what_our_gemm_is_not_made_for_stays_sglangs(other):
-    given = gemm_call(3, 128, 256, device="cpu") | other
+    given = linear_call(3, 128, 256, device="cpu") | other
     ours = adapters.gemm("split_k", lambda ours: lambda *_: pytest.fail("ours"))
-    seen = ours(lambda *arguments: arguments, **given)
-    assert len(seen) == 6 and all(found is value for found, value in zip(seen, given.values(), strict=True))
-
-
-def test_without_an_output_type_sglangs_gemm_is_asked_for_its_default():
-    given = gemm_call(3, 128, 256, device="cpu")
-    del given["output_dtype"]
-    assert adapters.gemm("split_k")(lambda *arguments: arguments[-1], **given) == torch.float16
+    seen, more = ours(lambda *arguments, **more: (arguments, more), **given)
+    found = dict(zip(given, seen, strict=False)) | more
+    assert found.keys() == given.keys() and all(found[name] is given[name] for name in given)
 
 
 def test_the_request_that_proves_the_hooks_has_rows_for_our_gemm_and_for_sglangs():

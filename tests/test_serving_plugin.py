@@ -419,14 +419,14 @@ def test_our_gemm_is_proven_by_a_call_that_it_took(monkeypatch, sglang, tmp_path
 
     def lost_after(rows: int) -> tuple[object, list[str]]:
         (call,) = sglang_gemm.make_inputs(sglang_gemm.Case("", rows, 256, 128), device="cpu")
-        out = multiply(call.x, call.w, call.x_scale, call.w_scale, [128, 128], output_dtype=torch.bfloat16)
+        out = multiply(call.unquantised, call.w, [128, 128], call.w_scale)
         return out, receipts.missing(receipts.read(tmp_path), {"gemm": "split_k"}, 1)
 
     assert lost_after(65) == ("stock", ["gemm=split_k is live on no rank, of 1 asked for"])
     out, lost = lost_after(3)
     assert out.shape == (3, 256) and lost == []
     (live,) = [receipt for receipt in receipts.read(tmp_path) if receipt.kind == "live"]
-    assert live.arguments["0"] == "float8_e4m3fn[3, 128]" and live.arguments["3"] == "float32[2, 1]"
+    assert live.arguments == {"0": "bfloat16[3, 128]", "1": "float8_e4m3fn[256, 128]", "2": "float32[2, 1]"}
 
 
 @pytest.mark.parametrize("version", VERSIONS)

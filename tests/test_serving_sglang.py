@@ -66,7 +66,9 @@ def test_the_real_registry_puts_ours_where_sglang_looks(hooked):
     from sglang.srt.layers.quantization import fp8_utils
     from sglang.srt.model_loader import loader
 
-    assert fp8_utils.w8a8_block_fp8_matmul_triton is plugin._resolve(hooked.gemm.targets[0])
+    assert fp8_utils._dispatch_explicit_backend(fp8_utils.Fp8GemmRunnerBackend.TRITON) is plugin._resolve(
+        hooked.gemm.targets[0]
+    )
     assert deepseek_v4_backend._init_compression_metadata_triton is plugin._resolve(hooked.slots.targets[0])
     assert compressor.linear_bf16_fp32 is plugin._resolve(hooked.gate.targets[0])
     assert loader.initialize_dummy_weights is plugin._resolve(hooked.weights.targets[0])
@@ -111,11 +113,16 @@ def test_a_linear_layer_is_right_on_either_side_of_what_our_gemm_takes(hooked, m
     from sglang.srt.layers.quantization import fp8_utils
 
     (call,) = fp8_gemm.make_inputs(fp8_gemm.Case("", rows, 256, 384), device="cpu")
-    gemm = sys.modules[plugin._resolve(hooked.gemm.targets[0]).__module__]
+    gemm = sys.modules[plugin._resolve(hooked.tables.targets[0]).__module__]
     monkeypatch.setattr(gemm, "get_w8a8_block_fp8_configs", lambda *_: None)
-    monkeypatch.setattr(fp8_utils, "per_token_group_quant_fp8", lambda *_, **__: (call.x, call.x_scale))
-    x = torch.empty(call.x.shape, dtype=torch.bfloat16)
-    out = fp8_utils.triton_w8a8_block_fp8_linear(x, call.w, [128, 128], call.w_scale)
+    quantised = []
+    monkeypatch.setattr(
+        fp8_utils, "per_token_group_quant_fp8", lambda x, *_, **__: quantised.append(x) or (call.x, call.x_scale)
+    )
+    linear = fp8_utils._dispatch_explicit_backend(fp8_utils.Fp8GemmRunnerBackend.TRITON)
+    how = dict(weight=call.w, block_size=[128, 128], weight_scale=call.w_scale, input_scale=None, bias=None)
+    out = linear(input=call.unquantised, **how)
+    assert len(quantised) == (rows > 64)
     assert fp8_gemm.judge(call, (out,), fp8_gemm.reference(call), fp8_gemm.baseline(call)).passed
 
 

@@ -22,7 +22,7 @@ PEERS = {
     "mqa_logits": ("deepgemm",),
     "topk": ("sglang_topk", "sglang_topk_v2"),
     "skinny_gemm": ("deepgemm_prenorm",),
-    "fp8_gemm": ("sglang_fp8", "sglang_fp8_tuned", "deepgemm_fp8"),
+    "fp8_gemm": ("sglang_fp8", "sglang_fp8_tuned", "sglang_fp8_linear", "deepgemm_fp8"),
     "hc_pre": ("stock_mhc", "tilelang_mhc", "deepgemm_mhc"),
     "hc_head": ("sglang_hc_head",),
 }

@@ -263,36 +263,42 @@ def mhc_pre(impl: str, sinkhorn: Callable[[], Callable]) -> Callable:
 
 
 def gemm(impl: str, proven: Callable[[Callable], Callable] = lambda ours: ours) -> Callable:
-    """Around `w8a8_block_fp8_matmul_triton`: our kernel for the calls it is made for, SGLang's for all others.
+    """Around `triton_w8a8_block_fp8_linear`: our kernels for the calls they are made for, SGLang's for all others.
 
-    proven: goes around our kernel's calls alone, as SGLang's are no proof of it.
+    proven: goes around our kernels' calls alone, as SGLang's are no proof of them.
     """
 
     @proven
-    def ours(A: Tensor, B: Tensor, As: Tensor, Bs: Tensor) -> Tensor:
-        out, workspace = fp8_gemm.empty(A.shape[0], *B.shape, A.device)
-        call = functools.partial(fp8_gemm.fp8_gemm, A, B, As, Bs, out=out, workspace=workspace)
-        replay(call, ("gemm", impl), (A, B, As, Bs, out, workspace))
+    def ours(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+        out, workspace = fp8_gemm.empty(x.shape[0], *weight.shape, x.device, linear=True)
+        call = functools.partial(fp8_gemm.fp8_linear, x, weight, scale, out=out, workspace=workspace)
+        replay(call, ("gemm", impl), (x, weight, scale, out, workspace))
         return out
 
-    def w8a8_block_fp8_matmul(
-        original: Callable, A: Tensor, B: Tensor, As: Tensor, Bs: Tensor, block_size: Sequence[int],
-        output_dtype: torch.dtype = torch.float16,
+    def w8a8_block_fp8_linear(
+        original: Callable, input: Tensor, weight: Tensor, block_size: Sequence[int], weight_scale: Tensor,
+        input_scale: Tensor | None = None, bias: Tensor | None = None, **more,
     ) -> Tensor:  # fmt: skip
         if (
-            A.dim() == 2
-            and A.dtype == B.dtype == FP8
-            and As.dtype == Bs.dtype == torch.float32
-            and As.is_contiguous()
-            and Bs.is_contiguous()
+            0 < input.numel() <= fp8_gemm.MAX_M * input.shape[-1]
+            and input.dtype == torch.bfloat16
+            and weight.dtype == FP8
+            and weight_scale.dtype == torch.float32
+            and input_scale is None
+            and bias is None
+            and not more.get("act_scale_ue8m0")
             and tuple(block_size) == tuned.BLOCK_SHAPE
-            and output_dtype == torch.bfloat16
-            and fp8_gemm.takes(A.shape[0], *B.shape)
+            and input.is_contiguous()
+            and weight.is_contiguous()
+            and weight_scale.is_contiguous()
+            and fp8_gemm.takes(input.numel() // input.shape[-1], *weight.shape)
         ):
-            return ours(A, B, As, Bs)
-        return original(A, B, As, Bs, block_size, output_dtype)
+            if input.dim() == 2:
+                return ours(input, weight, weight_scale)
+            return ours(input.view(-1, input.shape[-1]), weight, weight_scale).view(*input.shape[:-1], -1)
+        return original(input, weight, block_size, weight_scale, input_scale, bias, **more)
 
-    return w8a8_block_fp8_matmul
+    return w8a8_block_fp8_linear
 
 
 def gate(proven: Callable[[Callable], Callable] = lambda ours: ours) -> Callable:

@@ -26,11 +26,11 @@ class Hook:
 @dataclass(frozen=True)
 class Release:
     """One SGLang release. rank_function: a padded call carries a rank's heads at their place among all, which this
-    function's rank tells; "" where they come first. sinkhorn: what MHC-pre leaves its mixing weights to. gemm: what
-    multiplies by a block-FP8 weight where the backend is Triton. slots: what writes the slots of the c128 keys, once
-    a forward. gate: the product of bf16 with fp32 results, of the router's gate among others. head: what mixes the four
-    streams in front of the output head. weights: what draws dummy weights before they are processed; None where that
-    comes after. tables: what finds the tuned configs of a block-FP8 weight.
+    function's rank tells; "" where they come first. sinkhorn: what MHC-pre leaves its mixing weights to. gemm: the
+    block-FP8 linear layer where the backend is Triton, quantisation included. gate: the product of bf16 with fp32
+    results, of the router's gate among others. slots: what writes the slots of the c128 keys, once a forward. head:
+    what mixes the four streams in front of the output head. weights: what draws dummy weights before they are
+    processed; None where that comes after. tables: what finds the tuned configs of a block-FP8 weight.
     """
 
     attention: Hook
@@ -39,7 +39,7 @@ class Release:
     rank_function: str = ""
     mhc: Hook = Hook(("srt.models.deepseek_v4.DeepseekV4DecoderLayer.hc_pre",))
     sinkhorn: str = "srt.layers.mhc.hc_split_sinkhorn"
-    gemm: Hook = Hook(("srt.layers.quantization.fp8_kernel.w8a8_block_fp8_matmul_triton",))
+    gemm: Hook = Hook(("srt.layers.quantization.fp8_utils.triton_w8a8_block_fp8_linear",))
     gate: Hook = Hook(("jit_kernel.dsv4.gemm.linear_bf16_fp32",))
     slots: Hook = Hook(("srt.layers.attention.dsv4.metadata_kernel.init_compression_metadata",))
     head: Hook = Hook(("srt.layers.mhc_head.fused_hc_head",))
@@ -78,7 +78,6 @@ RELEASES = {
         ),
         topk=_OLD["topk"],
         sinkhorn=_MOVED_SINKHORN,
-        gemm=Hook(("kernels.ops.quantization.fp8_kernel.w8a8_block_fp8_matmul_triton",)),
         slots=_MOVED_SLOTS,
         head=_MOVED_HEAD,
         tables=Hook(("kernels.ops.quantization.fp8_kernel.get_w8a8_block_fp8_configs",)),
@@ -89,7 +88,6 @@ RELEASES = {
         topk=Hook(("kernels.ops.attention.dsv4.topk.topk_transform_paged",), _TOPK_V1),
         mhc=Hook(("srt.models.deepseek_v4.DeepseekV4DecoderLayerBase.hc_pre",)),
         sinkhorn=_MOVED_SINKHORN,
-        gemm=Hook(("kernels.ops.gemm.fp8_kernel.w8a8_block_fp8_matmul_triton",)),
         gate=Hook(("kernels.ops.gemm.bf16_fp32.linear_bf16_fp32",)),
         slots=_MOVED_SLOTS,
         head=_MOVED_HEAD,

@@ -25,7 +25,8 @@ class Setting:
     """One of `CHOICES` for each hook; `version`: the SGLang release to treat an unknown one as.
 
     attention "gluon": `split_k` on a GPU that Gluon has no kernel for; the receipt of the first call says what ran.
-    gemm "split_k": SGLang's Triton FP8 GEMM is ours where rows are few, and stays SGLang's where they are many.
+    gemm "split_k": SGLang's Triton FP8 linear layers are ours, with their quantisation, where rows are few, and stay
+      SGLang's where they are many.
     gate "split_k": the same of the bf16 products with fp32 results, which are the router's gate and the compressors'.
     slots "triton": the slots of the c128 keys, which SGLang writes up to the context limit by one program a row.
     head "split_k": the mix of the four streams in front of the output head, which SGLang gives one program a row.

@@ -63,10 +63,10 @@ def indexer_points(tp: int, **_: Any) -> list[Point]:
 
 
 def gemm_points(tp: int, **_: Any) -> list[Point]:
-    """`fp8_gemm` through every weight of one rank, with as many rows as a tile has."""
+    """`fp8_gemm` as it is served, quantisation included: every weight of one rank, as many rows as a tile has."""
     module, rows = _module("fp8_gemm"), import_module("dsv4lab.kernels.fp8_gemm.plans").ROWS
     cases = [module.Case(layer, M, *shape) for M in rows for shape, layer in module.layers(tp).items()]
-    return [_point("fp8_gemm", "split_k", module, case, finalists=ALL) for case in cases]
+    return [_point("fp8_gemm", "split_k_linear", module, case, finalists=ALL) for case in cases]
 
 
 def write_gemm(root: Path, gpu: str, tp: int, found: Sequence[Record]) -> list[Path]:

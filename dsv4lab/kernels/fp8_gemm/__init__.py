@@ -7,7 +7,11 @@ It takes the operands of SGLang's `w8a8_block_fp8_matmul_triton`, which runs suc
 idle. Here up to `MAX_M` rows are a tile, and K is split until all SMs read. Each weight is read once; partial sums
 stay in L2. Deterministic: bitwise the same in every run, whatever the other rows hold.
 
-Implementations: `split_k`, ours; `bf16`: cuBLAS on operands that were dequantised before, with twice the bytes.
+`fp8_linear` takes the activations in bf16, as SGLang's `triton_w8a8_block_fp8_linear` does, and hides how they are
+quantised behind the weights: each kernel is launched while the one in front runs, and asks for weights at once.
+
+Implementations: `split_k`, ours; `split_k_linear`, ours with the quantisation; `bf16`: cuBLAS on operands that were
+dequantised before, with twice the bytes.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -17,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4lab.hardware import EARLY_LAUNCH, sms_of
+from dsv4lab.kernels.arguments import check_start
 from dsv4lab.kernels.fp8_gemm import checks
 from dsv4lab.kernels.fp8_gemm.cases import (
     CASES,
@@ -29,6 +34,7 @@ from dsv4lab.kernels.fp8_gemm.cases import (
     judge,
     layers,
     make_inputs,
+    quantised,
     random_fp8,
     random_scale,
     reference,
@@ -36,23 +42,26 @@ from dsv4lab.kernels.fp8_gemm.cases import (
     work,
 )
 from dsv4lab.kernels.fp8_gemm.checks import takes
-from dsv4lab.kernels.fp8_gemm.plans import BLOCK, MAX_M, SWEEP, TABLE, Config, Plan, buckets, choose, plan
-from dsv4lab.kernels.fp8_gemm.tiles import fp8_gemm_combine_kernel, fp8_gemm_kernel
+from dsv4lab.kernels.fp8_gemm.plans import ALL, BLOCK, MAX_M, SWEEP, TABLE, Config, Plan, buckets, choose, plan
+from dsv4lab.kernels.fp8_gemm.tiles import fp8_gemm_combine_kernel, fp8_gemm_kernel, fp8_gemm_quantise_kernel
 from dsv4lab.kernels.launch import INTERPRETED, launch, target, warm
 from dsv4lab.kernels.skinny_gemm.checks import check_flat
 from dsv4lab.kv_cache import FP8
 
 __all__ = [
     "BLOCK", "CANDIDATES", "CASES", "EXPERIMENT", "IMPLEMENTATIONS", "MAX_M", "TABLE", "Case", "Config", "Inputs",
-    "baseline", "config", "dequantised", "describe", "empty", "fp8_gemm", "judge", "launches", "layers", "make_inputs",
-    "notes", "plan_for", "prepare", "random_fp8", "random_scale", "reference", "rotated_bytes", "static_launches",
-    "takes", "warm_up", "work",
+    "baseline", "config", "dequantised", "describe", "empty", "fp8_gemm", "fp8_linear", "judge", "launches", "layers",
+    "linear_launches", "make_inputs", "notes", "plan_for", "prepare", "quantised", "random_fp8", "random_scale",
+    "reference", "rotated_bytes", "static_launches", "takes", "warm_up", "work",
 ]  # fmt: skip
 
-IMPLEMENTATIONS = ("bf16", "split_k")
+IMPLEMENTATIONS = ("bf16", "split_k", "split_k_linear")
 _ELEMENTS = 256
 """Outputs that a program of the combine adds up: 32 partial sums a thread are on their way at once."""
-CANDIDATES = {f"split_k_{c.name}": ("split_k", c) for c in SWEEP}
+_GROUPS = 8
+"""Groups of 128 that a program quantises: one load of 16 bytes a thread."""
+CANDIDATES = {f"split_k_{c.name}": ("split_k", c) for c in SWEEP if c.asked == ALL}
+CANDIDATES |= {f"split_k_linear_{c.name}": ("split_k_linear", c) for c in SWEEP}
 
 
 def plan_for(M: int, N: int, K: int, device: torch.device, config: Config | None = None) -> Plan:
@@ -61,14 +70,27 @@ def plan_for(M: int, N: int, K: int, device: torch.device, config: Config | None
     return plan(M, N, K, config or choose(arch, M, N).config, sms)
 
 
-def empty(M: int, N: int, K: int, device: torch.device, config: Config | None = None) -> tuple[Tensor, Tensor]:
-    """(result, workspace) of a call."""
+def _floats(plan: Plan, M: int, N: int, K: int, linear: bool) -> list[int]:
+    """fp32 elements of the parts of a workspace: partial tiles and, of `fp8_linear`, x in e4m3 and its scales."""
+    return [plan.partials(M, N)] + [M * K // 4, M * K // BLOCK] * linear
+
+
+def empty(
+    M: int, N: int, K: int, device: torch.device, config: Config | None = None, *, linear: bool = False
+) -> tuple[Tensor, Tensor]:
+    """(result, workspace) of a call of `fp8_gemm`, or of `fp8_linear`."""
     out = torch.empty(M, N, dtype=torch.bfloat16, device=device)
-    return out, torch.empty(plan_for(M, N, K, device, config).partials(M, N) if M else 0, device=device)
+    floats = sum(_floats(plan_for(M, N, K, device, config), M, N, K, linear)) if M else 0
+    return out, torch.empty(floats, device=device)
 
 
-def launches(call: Inputs, out: Tensor, workspace: Tensor, *, plan: Plan, arch: str) -> list[tuple]:
-    """[(kernel, grid, arguments)] of one call, in order; nothing is launched."""
+def launches(
+    call: Inputs, out: Tensor, workspace: Tensor, *, plan: Plan, arch: str, ahead: bool = False
+) -> list[tuple]:
+    """[(kernel, grid, arguments)] of one call, in order; nothing is launched.
+
+    ahead: the first may be launched while what is in front, which makes x, still runs.
+    """
     (M, K), N, c, split = call.x.shape, len(call.w), plan.config, plan.splits > 1
     pdl = split and arch in EARLY_LAUNCH and not INTERPRETED
     columns, rows = plan.tiles(M, N)
@@ -76,7 +98,8 @@ def launches(call: Inputs, out: Tensor, workspace: Tensor, *, plan: Plan, arch: 
         x=call.x, x_stride16=(call.x.stride(0) if M > 1 else K) // 16, x_scale=call.x_scale, w=call.w,
         w_scale=call.w_scale, out=workspace if split else out, M=M, steps=plan.steps, splits=plan.splits, N=N, K=K,
         BLOCK_M=plan.block_m, BLOCK_N=c.block_n, STAGES=c.num_stages, SPLIT=split, PDL=pdl,
-        COMPUTE=tl.float32 if INTERPRETED else tl.float8e4nv, num_warps=c.num_warps,
+        AHEAD=ahead, ASKED=c.asked if ahead else 0, SWAP=c.swap, COMPUTE=tl.float32 if INTERPRETED else tl.float8e4nv,
+        num_warps=c.num_warps, launch_pdl=ahead,
     )  # fmt: skip
     first = fp8_gemm_kernel, (columns, plan.splits, rows), arguments
     if not split:
@@ -87,6 +110,23 @@ def launches(call: Inputs, out: Tensor, workspace: Tensor, *, plan: Plan, arch: 
         BLOCK_E=_ELEMENTS, GROUP=4, PDL=pdl, num_warps=1, launch_pdl=pdl,
     )  # fmt: skip
     return [first, (fp8_gemm_combine_kernel, (parts, columns, rows), combine)]
+
+
+def linear_launches(
+    x: Tensor, w: Tensor, w_scale: Tensor, out: Tensor, workspace: Tensor, *, plan: Plan, arch: str
+) -> list[tuple]:
+    """`launches` of a call of `fp8_linear`: x is quantised first, into the end of the workspace."""
+    (M, K), ahead = x.shape, arch in EARLY_LAUNCH and not INTERPRETED
+    parts = _floats(plan, M, len(w), K, linear=True)
+    partials, x8, scales = workspace[: sum(parts)].split(parts)
+    x8, scales = x8.view(FP8).view(M, K), scales.view(M, K // BLOCK)
+    arguments = dict(
+        x=x, x_stride8=(x.stride(0) if M > 1 else K) // 8, out=x8, scales=scales, K=K, GROUPS=_GROUPS,
+        PDL=ahead, INTERPRETED=INTERPRETED, num_warps=4, launch_pdl=ahead,
+    )  # fmt: skip
+    first = fp8_gemm_quantise_kernel, (-(-K // (_GROUPS * BLOCK)), M), arguments
+    call = Inputs(x8, scales, w, w_scale)
+    return [first, *launches(call, out, partials, plan=plan, arch=arch, ahead=ahead)]
 
 
 def fp8_gemm(
@@ -124,6 +164,47 @@ def fp8_gemm(
     return out
 
 
+def fp8_linear(
+    x: Tensor,
+    w: Tensor,
+    w_scale: Tensor,
+    *,
+    out: Tensor | None = None,
+    workspace: Tensor | None = None,
+    config: Config | None = None,
+) -> Tensor:
+    """`fp8_gemm` of x, which is quantised first, bf16 [M, N].
+
+    x: bf16 [M, K], M up to `MAX_M`, rows dense and at multiples of 16 bytes; any values. w, w_scale, out, config: as
+    `fp8_gemm` has them. workspace: contiguous fp32 from a multiple of 16 bytes, as large as the one of
+    `empty(linear=True)`, any contents.
+
+    The quantisation is bitwise that of SGLang 0.5.14 to 0.5.16 (`per_token_group_quant_8bit_v2.cuh`): of 128 columns
+    amax = max(|x|, 1e-10), NaN left out; scale = amax * (1 / 448), each rounded once; x * (448 / amax) with an
+    approximate division, clamped to +-448 with NaN becoming -448, then to the nearest e4m3, ties to even. 0.5.23 keeps
+    a NaN; what 0.5.13.post1 has compiled in sgl-kernel is said to be the same. SGLang compiles with --use_fast_math:
+    nvcc 13.0 makes `div.approx.ftz.f32` of the division, which ours asks for by name; what another nvcc makes of it the
+    source does not say. Interpreted, ours divides as IEEE does.
+
+    Raises ValueError naming the argument and what it was, ColdKernel if the stream is capturing and this variant was
+    never run before. No host sync.
+    """
+    checks.check_linear(x, w, w_scale)
+    (M, K), N, device = x.shape, len(w), x.device
+    arch, _ = target(device)
+    if out is None or workspace is None:
+        made = empty(M, N, K, device, config, linear=True)
+        out, workspace = made[0] if out is None else out, made[1] if workspace is None else workspace
+    checks.check_out(out, M, N, device)
+    if M and N:
+        chosen = plan_for(M, N, K, device, config)
+        check_flat("workspace", workspace, torch.float32, sum(_floats(chosen, M, N, K, linear=True)), device)
+        check_start("workspace", workspace)
+        for each in linear_launches(x, w, w_scale, out, workspace, plan=chosen, arch=arch):
+            launch(*each)
+    return out
+
+
 def prepare(impl: str, inputs: Inputs) -> Callable[[], tuple[Tensor]]:
     """A call that only launches, of an implementation or one of `CANDIDATES`.
 
@@ -133,6 +214,8 @@ def prepare(impl: str, inputs: Inputs) -> Callable[[], tuple[Tensor]]:
     if impl == "bf16":
         x, w = (dequantised(*pair).bfloat16() for pair in ((inputs.x, inputs.x_scale), (inputs.w, inputs.w_scale)))
         return lambda: (torch.matmul(x, w.T),)
+    if impl == "split_k_linear":
+        return lambda: (fp8_linear(inputs.unquantised, inputs.w, inputs.w_scale, config=config),)
     if impl != "split_k":
         raise ValueError(f"impl must be one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
     return lambda: (fp8_gemm(inputs.x, inputs.w, inputs.x_scale, inputs.w_scale, config=config),)
@@ -147,11 +230,14 @@ def _variants(shapes: Iterable[tuple[int, int]], device: torch.device | str, arc
             if bucket != choose(arch, M := bucket.max_m, N):
                 continue
             x, x_scale = torch.empty(M, K, dtype=FP8, device=device), torch.empty(M, K // BLOCK, device=device)
-            chosen = plan(M, N, K, bucket.config, sms)
+            how = dict(plan=plan(M, N, K, bucket.config, sms), arch=arch)
             out = torch.empty(M, N, dtype=torch.bfloat16, device=device)
-            workspace = torch.empty(chosen.partials(M, N), device=device)
-            name = f"n{N}_k{K}, {bucket.limits}: {bucket.config.name}"
-            yield name, launches(Inputs(x, x_scale, w, w_scale), out, workspace, plan=chosen, arch=arch)
+            workspace = torch.empty(sum(_floats(how["plan"], M, N, K, linear=True)), device=device)
+            name = f"n{N}_k{K}, {bucket.limits}"
+            yield f"{name}: {bucket.config.name}", launches(Inputs(x, x_scale, w, w_scale), out, workspace, **how)
+            wide = torch.empty(M, K, dtype=torch.bfloat16, device=device)
+            linear = linear_launches(wide, w, w_scale, out, workspace, **how)
+            yield f"{name}, linear: {bucket.config.name}", linear
 
 
 def warm_up(device: torch.device | str = "cuda", shapes: Iterable[tuple[int, int]] = layers(1)) -> None:
@@ -165,7 +251,7 @@ def warm_up(device: torch.device | str = "cuda", shapes: Iterable[tuple[int, int
 def notes(impl: str, inputs: Inputs) -> dict:
     """What a record says of how the call was launched."""
     impl, config = CANDIDATES.get(impl, (impl, None))
-    if impl != "split_k":
+    if not impl.startswith("split_k"):
         return {}
     chosen = plan_for(len(inputs.x), *inputs.w.shape, inputs.x.device, config)
     return {"variant": chosen.config.name, "num_splits": chosen.splits}

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from dsv4lab import numerics
-from dsv4lab.kernels.fp8_gemm.plans import BLOCK
-from dsv4lab.kv_cache import FP8
+from dsv4lab.kernels.fp8_gemm.plans import AMAX_FLOOR, BLOCK
+from dsv4lab.kv_cache import FP8, FP8_MAX
 from dsv4lab.model import DSV4_FLASH
 from dsv4lab.roofline import Work
 
@@ -28,12 +28,16 @@ class Case:
 
 @dataclass
 class Inputs:
-    """x e4m3 [M, K], x_scale fp32 [M, K / 128], w e4m3 [N, K], w_scale fp32 [N / 128, K / 128]."""
+    """x e4m3 [M, K], x_scale fp32 [M, K / 128], w e4m3 [N, K], w_scale fp32 [N / 128, K / 128].
+
+    unquantised: bf16 [M, K], of which x and x_scale are the quantisation.
+    """
 
     x: Tensor
     x_scale: Tensor
     w: Tensor
     w_scale: Tensor
+    unquantised: Tensor | None = None
 
 
 def layers(tp: int) -> dict[tuple[int, int], str]:
@@ -61,6 +65,14 @@ def random_scale(*shape: int, generator: torch.Generator) -> Tensor:
     return torch.rand(shape, device=generator.device, generator=generator) / 64 + 1 / 64
 
 
+def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(e4m3 [..., K], fp32 scales [..., K / 128]) of bf16 x [..., K], as `fp8_linear` says, divided as IEEE does."""
+    groups = x.float().unflatten(-1, (-1, BLOCK))
+    amax = groups.abs().nan_to_num(0.0, posinf=float("inf")).amax(-1, keepdim=True).clamp_min(AMAX_FLOOR)
+    scaled = (groups * (torch.full_like(amax, FP8_MAX) / amax)).clamp(-FP8_MAX, FP8_MAX)
+    return scaled.nan_to_num(-FP8_MAX).flatten(-2).to(FP8), amax.squeeze(-1) * (1 / FP8_MAX)
+
+
 def dequantised(x: Tensor, scale: Tensor) -> Tensor:
     """fp32 of `x` [..., R, K], with a scale a row and 128 columns, or one for 128 rows and 128 columns."""
     wide = scale.repeat_interleave(BLOCK, -1)
@@ -70,16 +82,14 @@ def dequantised(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def make_inputs(case: Case, *, device: torch.device | str, seed: int = 0, sets: int = 1) -> list[Inputs]:
-    """`sets` weights, with an activation each."""
+    """`sets` weights, with a normal activation each."""
     g = torch.Generator(device).manual_seed(seed)
-    n, k = case.N // BLOCK, case.K // BLOCK
-    return [
-        Inputs(
-            random_fp8(case.M, case.K, generator=g), random_scale(case.M, k, generator=g),
-            random_fp8(case.N, case.K, generator=g), random_scale(n, k, generator=g),
-        )
-        for _ in range(sets)
-    ]  # fmt: skip
+    found = []
+    for _ in range(sets):
+        x = torch.randn(case.M, case.K, device=device, generator=g).bfloat16()
+        w = random_fp8(case.N, case.K, generator=g)
+        found.append(Inputs(*quantised(x), w, random_scale(case.N // BLOCK, case.K // BLOCK, generator=g), x))
+    return found
 
 
 def reference(inputs: Inputs) -> tuple[Tensor]:

@@ -14,19 +14,28 @@ def takes(M: int, N: int, K: int) -> bool:
 
 
 def check_call(x: Tensor, w: Tensor, x_scale: Tensor, w_scale: Tensor) -> None:
-    if x.dtype != FP8 or x.ndim != 2 or x.stride(1) != 1 or x.data_ptr() % 16 or (len(x) > 1 and x.stride(0) % 16):
+    _check_operands(x, FP8, w, w_scale)
+    _check("x_scale", x_scale, torch.float32, (len(x), x.shape[1] // BLOCK), x.device)
+
+
+def check_linear(x: Tensor, w: Tensor, w_scale: Tensor) -> None:
+    _check_operands(x, torch.bfloat16, w, w_scale)
+
+
+def _check_operands(x: Tensor, dtype: torch.dtype, w: Tensor, w_scale: Tensor) -> None:
+    apart = x.stride(0) * x.itemsize if x.ndim == 2 and len(x) > 1 else 0
+    if x.dtype != dtype or x.ndim != 2 or x.stride(1) != 1 or (x.data_ptr() | apart) % 16:
         raise ValueError(
-            f"x must be float8_e4m3fn [M, K] with a dense last dimension and rows at multiples of 16 bytes, got "
-            f"{x.dtype} {list(x.shape)} strides {x.stride()}"
+            f"x must be {str(dtype).removeprefix('torch.')} [M, K] with a dense last dimension and rows at multiples "
+            f"of 16 bytes, got {x.dtype} {list(x.shape)} strides {x.stride()}"
         )
     if w.ndim != 2 or not takes(max(len(x), 1), len(w), x.shape[1]):
         raise ValueError(
             f"x [M, K] and w [N, K] must have M up to {MAX_M}, N and K multiples of {BLOCK}, got {list(x.shape)} and "
             f"{list(w.shape)}"
         )
-    (M, K), N = x.shape, len(w)
+    N, K = len(w), x.shape[1]
     _check("w", w, FP8, (N, K), x.device)
-    _check("x_scale", x_scale, torch.float32, (M, K // BLOCK), x.device)
     _check("w_scale", w_scale, torch.float32, (N // BLOCK, K // BLOCK), x.device)
 
 

@@ -9,20 +9,31 @@ MAX_M = 64
 """Rows up to which the weights are what takes the time."""
 BLOCK = 128
 """Rows and columns of a weight that share one scale, and columns of an activation: a step of K."""
+ALL = 1 << 20
+"""As many steps as there are."""
+AMAX_FLOOR = 1e-10
+"""What the largest activation of a step counts for at least when they are quantised."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """block_n: outputs of a block. blocks_per_sm: blocks that K is split for. num_stages: steps on their way."""
+    """block_n: outputs of a block. blocks_per_sm: blocks that K is split for. num_stages: steps on their way.
+
+    swap: the weights are the left operand of the product, of which wgmma takes 64 rows; of the right one it takes few.
+    asked: steps whose weights a block of `fp8_linear` asks for while x is still being made.
+    """
 
     block_n: int
     blocks_per_sm: int
     num_stages: int
     num_warps: int = 4
+    swap: bool = False
+    asked: int = ALL
 
     @property
     def name(self) -> str:
-        return f"n{self.block_n}_x{self.blocks_per_sm}_s{self.num_stages}_w{self.num_warps}"
+        tile = f"n{self.block_n}_x{self.blocks_per_sm}_s{self.num_stages}_w{self.num_warps}"
+        return f"{tile}{'_swap' * self.swap}{'' if self.asked == ALL else f'_a{self.asked}'}"
 
 
 @dataclass(frozen=True)
@@ -60,7 +71,7 @@ class Bucket:
 
 ROWS, NARROW, ANY = (16, 32, MAX_M), 16384, 1 << 30
 """Rows of a tile; outputs up to which K has to be split for all SMs, and any number."""
-COMPILED = "records/static/fp8_gemm_20261130T031216Z.json"
+COMPILED = "records/static/fp8_gemm_20261130T051915Z.json"
 """No such GPU has been measured: the tiles of the H200, with as many warps as spill nothing."""
 MEASURED = "records/tune_gemm_h200_20261130T030329Z.jsonl"
 
@@ -89,6 +100,11 @@ SWEEP = tuple(
     for stages in (3, 4, 6)
     if block_n * stages * blocks <= 64 * 6 * 4
 )
+SWEEP += tuple(Config(32, blocks, stages) for blocks in (1, 2, 4) for stages in (4, 8))  # fewer shares, or one
+SWEEP += (Config(64, 1, 8), Config(64, 2, 8))
+SWEEP += tuple(Config(*tile, swap=True) for tile in ((64, 1, 4), (64, 1, 6), (64, 2, 3), (64, 2, 4)))
+SWEEP += tuple(Config(128, 1, stages, swap=True) for stages in (3, 4))
+SWEEP += tuple(Config(*tile, asked=steps) for tile in ((64, 2, 4), (64, 2, 3), (64, 1, 6)) for steps in (0, 4))
 
 
 def buckets(arch: str) -> tuple[Bucket, ...]:
