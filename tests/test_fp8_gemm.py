@@ -1,8 +1,5 @@
 """Block-FP8 products of few rows against float64: every way to split, odd shapes, bad input, repeatability, peers."""
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from itertools import product as product_of
 from types import SimpleNamespace
@@ -144,13 +141,16 @@ def wild(M, K=1664, seed=0):
 
 
 def linear(x, call, config=CONFIGS[0], sms=132):
-    """(result, x quantised, its scales), into NaNs, planned for a GPU of so many SMs."""
+    """(result, x quantised, its scales unless fused), into NaNs, planned for a GPU of so many SMs."""
     (M, K), N = x.shape, len(call.w)
     plan = plans.plan(M, N, K, config, sms)
     out = torch.full((M, N), float("nan"), dtype=torch.bfloat16, device=DEVICE)
-    workspace = torch.full((plan.partials(M, N) + M * (K // 4 + K // 128),), float("nan"), device=DEVICE)
+    quantised = 0 if config.fused else M * (K // 4 + K // 128)
+    workspace = torch.full((plan.partials(M, N) + quantised,), float("nan"), device=DEVICE)
     for each in gemm.linear_launches(x, call.w, call.w_scale, out, workspace, plan=plan, arch="sm_90"):
         launch(*each)
+    if config.fused:
+        return (out,)
     quantised, scales = workspace[plan.partials(M, N) :].split([M * K // 4, M * K // 128])
     return out, quantised.view(FP8).view(M, K), scales.view(M, -1)
 
@@ -199,7 +199,22 @@ def test_a_linear_layer_is_its_quantisation_and_its_product(M, sms):
     for config in CONFIGS[::2]:
         out, *found = linear(call.unquantised, call, config, sms)
         assert numerics.bitwise_equal(out, product(replace(call, x=found[0], x_scale=found[1]), config, sms))
+        assert numerics.bitwise_equal(out, *linear(call.unquantised, call, replace(config, fused=True), sms))
         assert_right(call, out)
+
+
+@pytest.mark.parametrize("M", [1, 9, 64])
+def test_every_block_quantises_as_the_kernel_in_front_does(M):
+    x, call = wild(M), operands(1, K=1664)
+    for config in CONFIGS[::2]:
+        (fused,) = linear(x, call, replace(config, fused=True))
+        assert numerics.bitwise_equal(fused, linear(x, call, config)[0])
+
+
+def test_the_activations_of_a_case_are_what_they_are_quantised_to():
+    call = operands(7)
+    assert numerics.bitwise_equal(gemm.dequantised(call.x, call.x_scale).bfloat16(), call.unquantised)
+    assert call.unquantised.abs().unique().numel() > 100
 
 
 def test_rows_of_an_activation_may_be_strided_and_do_not_depend_on_each_other():
@@ -239,26 +254,6 @@ BAD_LINEAR = [
 def test_bad_arguments_of_a_linear_layer_are_named(message, wrong):
     with pytest.raises(ValueError, match=message):
         gemm.fp8_linear(**(dict(x=CALL.unquantised, w=CALL.w, w_scale=CALL.w_scale) | wrong))
-
-
-def test_the_weights_are_on_their_way_before_the_activation_is_waited_for():
-    code = """if True:
-        from dsv4lab import static
-        from dsv4lab.kernels import fp8_gemm
-        for arch in ("sm_90", "sm_120"):
-            entries = dict(fp8_gemm.static_launches(arch))
-            _, gemm, *_ = next(launches for name, launches in entries.items() if ", linear" in name)
-            print(*static.instructions(static.compile_for(arch, *gemm)))
-    """
-    environment = os.environ | {"TRITON_INTERPRET": "0", tuned.VARIABLE: ""}
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
-    assert run.returncode == 0, run.stderr[-2000:]
-    for names in map(str.split, run.stdout.splitlines()):
-        trigger, asked, wait = (names.index(name) for name in ("PREEXIT", "UBLKPF.L2", "ACQBULK"))
-        loads = [at for at, name in enumerate(names) if name.startswith(("LDG.", "LDGSTS."))]
-        assert trigger < asked < wait
-        assert [names[at] for at in loads if at < wait] == ["LDG.E.STRONG.SYS"]  # of the weights' scale
-        assert wait < min(at for at, name in enumerate(names) if name.startswith("STG."))
 
 
 @pytest.mark.parametrize("impl", gemm.IMPLEMENTATIONS)

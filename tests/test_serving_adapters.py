@@ -20,7 +20,7 @@ from dsv4lab.kernels import (
 from dsv4lab.kernels.sparse_mla import plans
 from dsv4lab.kv_cache import FP8
 from dsv4lab.model import DSV4_FLASH
-from dsv4lab.serving import adapters
+from dsv4lab.serving import adapters, linears
 from dsv4lab.serving import launch as serving_launch
 from dsv4lab.tune import fp8_gemm as sglang_gemm
 
@@ -146,18 +146,18 @@ def every_call(device: str, rows: int, seed: int = 0, hidden: int = 256) -> Iter
     out = torch.empty(rows, 512, dtype=torch.int32, device=device)
     yield "topk", lambda: (adapters.topk_transform(scores, *arguments[3:5], out, 64), out.clone())[1]
     layer = types.SimpleNamespace(rms_norm_eps=1e-6, hc_mult=4, hc_sinkhorn_iters=2, hc_eps=1e-6)
-    ours = adapters.mhc_pre("split_k", None)
+    ours = linears.mhc_pre("split_k", None)
     for normed in (True, False):
         (pre,) = hc_pre.make_inputs(hc_pre.Case("h", rows, hidden, normed), device=device, seed=seed)
         norm = types.SimpleNamespace(weight=pre.norm_weight, variance_epsilon=1e-6) if normed else None
         given = layer, pre.x, pre.hc_fn, pre.hc_scale, pre.hc_base, norm
         yield f"mhc, {normed}", lambda given=given: torch.cat([each.flatten() for each in ours(None, *given)[:3]])
     linear = linear_call(min(rows, 64), 256, 512, device=device, seed=seed)
-    yield "gemm", lambda: adapters.gemm("split_k")(None, **linear)
+    yield "gemm", lambda: linears.gemm("split_k")(None, **linear)
     x, w = gate_call(min(rows, 64), 96, 512, device=device, seed=seed)
-    yield "gate", lambda: adapters.gate()(None, x, w)
+    yield "gate", lambda: linears.gate()(None, x, w)
     (last,) = hc_head.make_inputs(hc_head.Case("h", rows, hidden), device=device, seed=seed)
-    yield "head", lambda: adapters.head()(None, **vars(last), norm_eps=1e-6, hc_eps=1e-6)
+    yield "head", lambda: linears.head()(None, **vars(last), norm_eps=1e-6, hc_eps=1e-6)
     given = call.context_lens, None, None, call.block_table, 256
     yield "slots", lambda: adapters.compression_metadata()(lambda *_: ("scalars", None), *given)[-1]
 
@@ -173,7 +173,8 @@ def test_every_launch_is_on_memory_that_can_be_told_again(monkeypatch):
         given = [value for _, _, values in made for value in values.values() if isinstance(value, torch.Tensor)]
         seen.append(bool(given) and all(replay._place(value, tensors, starts) for value in given))
 
-    monkeypatch.setattr(adapters, "replay", watched)
+    for module in (adapters, linears):
+        monkeypatch.setattr(module, "replay", watched)
     names = [(name, call())[0] for name, call in every_call(DEVICE, 2)]
     assert seen == [True] * len(names)
 
@@ -242,7 +243,7 @@ def test_mhc_pre_is_sglangs_but_for_its_product(rows):
         seen.append((mixes, rest))
         return mixes[..., :4].softmax(-1), mixes[..., 4:8], mixes[..., 8:].unflatten(-1, (4, 4))
 
-    ours = adapters.mhc_pre("bf16", lambda: sinkhorn)
+    ours = linears.mhc_pre("bf16", lambda: sinkhorn)
     y, post, comb, fused = ours(lambda *_: pytest.fail("the original"), layer, x, weight, scale, base, norm=None)
     flat = x.flatten(1).double()
     rms = torch.rsqrt(flat.square().mean(-1, keepdim=True) + 1e-6)
@@ -265,7 +266,7 @@ def test_our_mhc_pre_is_called_as_sglang_calls_its_own(impl, normed):
     norm = types.SimpleNamespace(weight=call.norm_weight, variance_epsilon=0.5) if normed else None
     if normed:
         norm.weight.requires_grad_()
-    ours = adapters.mhc_pre(impl, lambda: pytest.fail("SGLang's sinkhorn"))
+    ours = linears.mhc_pre(impl, lambda: pytest.fail("SGLang's sinkhorn"))
     arguments = None, layer, call.x, call.hc_fn, call.hc_scale, call.hc_base
     *found, fused = ours(*arguments, norm=norm, forward_batch=None)
     assert fused is normed and found[0].shape == (3, 256) and not found[0].requires_grad
@@ -281,13 +282,13 @@ def test_weights_are_asked_for_early_but_not_while_they_are_cast(monkeypatch):
     seen = []
     monkeypatch.setattr(hc_pre, "hc_pre", lambda *_, weights_ready, **__: seen.append(weights_ready) or (0, 0, 0))
     for impl in ("split_k", "split_k_bf16", "split_k_bf16"):
-        adapters.mhc_pre(impl, None)(None, layer, call.x, call.hc_fn, call.hc_scale, call.hc_base)
+        linears.mhc_pre(impl, None)(None, layer, call.x, call.hc_fn, call.hc_scale, call.hc_base)
     assert seen == [True, False, True]
 
 
 def test_an_empty_batch_goes_to_sglangs_own_mhc_pre():
     original = lambda layer, x, *rest, **more: ("original", layer, rest, more)  # noqa: E731
-    ours = adapters.mhc_pre("split_k", lambda: pytest.fail("nothing to mix"))
+    ours = linears.mhc_pre("split_k", lambda: pytest.fail("nothing to mix"))
     found = ours(original, "layer", torch.empty(0, 4, 256), None, None, None, norm=1, forward_batch=2)
     assert found == ("original", "layer", (None, None, None, 1), {"forward_batch": 2})
 
@@ -298,7 +299,7 @@ def test_a_linear_layer_of_few_rows_is_ours(shape):
     (call,) = sglang_gemm.make_inputs(case, device=DEVICE)
     given = linear_call(case.M, case.N, case.K, device=DEVICE)
     given["input"] = given["input"].view(shape)
-    out = adapters.gemm("split_k")(lambda *_: pytest.fail("the original"), **given)
+    out = linears.gemm("split_k")(lambda *_: pytest.fail("the original"), **given)
     assert out.dtype == torch.bfloat16 and out.shape == (*shape[:-1], 256)
     right = sglang_gemm.reference(call), sglang_gemm.baseline(call)
     assert sglang_gemm.judge(call, (out.view(5, 256),), *right).passed
@@ -325,7 +326,7 @@ def test_a_linear_layer_of_few_rows_is_ours(shape):
 )
 def test_what_our_gemm_is_not_made_for_stays_sglangs(other):
     given = linear_call(3, 128, 256, device="cpu") | other
-    ours = adapters.gemm("split_k", lambda ours: lambda *_: pytest.fail("ours"))
+    ours = linears.gemm("split_k", lambda ours: lambda *_: pytest.fail("ours"))
     seen, more = ours(lambda *arguments, **more: (arguments, more), **given)
     found = dict(zip(given, seen, strict=False)) | more
     assert found.keys() == given.keys() and all(found[name] is given[name] for name in given)
@@ -341,7 +342,7 @@ def test_the_request_that_proves_the_hooks_has_rows_for_our_gemm_and_for_sglangs
 @pytest.mark.parametrize(("rows", "n"), [(1, 96), (5, 72), (17, 96), (1, 512)])
 def test_few_rows_of_the_gate_are_multiplied_by_ours(rows, n):
     x, w = gate_call(rows, n, 264)
-    out = adapters.gate()(lambda *_: pytest.fail("the original"), x, w)
+    out = linears.gate()(lambda *_: pytest.fail("the original"), x, w)
     assert (out.dtype, out.shape, out.requires_grad) == (torch.float32, (rows, n), False)
     assert numerics.relative_error(out, x.double() @ w.detach().double().T) < 1e-5
 
@@ -359,7 +360,7 @@ def test_few_rows_of_the_gate_are_multiplied_by_ours(rows, n):
     ],
 )
 def test_what_our_gate_is_not_made_for_stays_sglangs(x, y):
-    ours = adapters.gate(lambda ours: lambda *_: pytest.fail("ours"))
+    ours = linears.gate(lambda ours: lambda *_: pytest.fail("ours"))
     original = lambda *given, **more: (*given, more)  # noqa: E731
     bf16 = torch.bfloat16
     for given in ((x.to(bf16), y.to(bf16)), (torch.empty(3, 64), y.to(bf16)), (torch.empty(3, 64, dtype=bf16), y)):
@@ -380,9 +381,9 @@ def test_on_the_gpu_the_gate_follows_its_rows_through_another_stream_of_a_graph(
             x = x * 2
         other.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(other):
-            logits = adapters.gate()(lambda *_: pytest.fail("the original"), x, w)
+            logits = linears.gate()(lambda *_: pytest.fail("the original"), x, w)
         torch.cuda.current_stream().wait_stream(other)
-        again = adapters.gate()(lambda *_: pytest.fail("the original"), x * 2, w)
+        again = linears.gate()(lambda *_: pytest.fail("the original"), x * 2, w)
         found = logits + again
     for factor in (1, -3):
         given.copy_(raw * factor)
@@ -415,7 +416,7 @@ def test_metadata_without_slots_stays_sglangs(call, asked):
 def test_our_mix_is_called_as_sglang_calls_its_own():
     (call,) = hc_head.make_inputs(hc_head.Case("small", 3, 256), device=DEVICE)
     given = [each.requires_grad_() if name != "x" else each for name, each in vars(call).items()]
-    y = adapters.head()(lambda *_: pytest.fail("the original"), *given, norm_eps=1.0, hc_eps=0.125)
+    y = linears.head()(lambda *_: pytest.fail("the original"), *given, norm_eps=1.0, hc_eps=0.125)
     assert (y.shape, y.dtype, y.requires_grad) == ((3, 256), torch.bfloat16, False)
     expected = hc_head.composed(call, torch.float64, norm_eps=1.0, hc_eps=0.125)
     torch.testing.assert_close(y.double(), expected, rtol=2e-2, atol=1e-3)
@@ -423,7 +424,7 @@ def test_our_mix_is_called_as_sglang_calls_its_own():
 
 @pytest.mark.parametrize("shape", [(0, 4, 256), (3, 2, 256), (3, 4, 100)])
 def test_streams_that_our_mix_is_not_made_for_stay_sglangs(shape):
-    ours = adapters.head(lambda ours: lambda *_: pytest.fail("ours"))
+    ours = linears.head(lambda ours: lambda *_: pytest.fail("ours"))
     for x in (torch.empty(shape, dtype=torch.bfloat16), torch.empty(3, 4, 256, dtype=torch.float16)):
         given = x, "hc_fn", "hc_scale", "hc_base", 1e-6, 1e-6
         assert all(a is b for a, b in zip(ours(lambda *arguments: arguments, *given), given, strict=True))

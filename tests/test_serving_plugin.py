@@ -14,7 +14,7 @@ import torch
 
 from dsv4lab import tuned
 from dsv4lab.kernels import fp8_gemm, hc_head, hc_pre, mqa_logits, skinny_gemm, slots, sparse_mla, topk
-from dsv4lab.serving import adapters, contracts, plugin, receipts, releases, server_log, settings
+from dsv4lab.serving import adapters, contracts, linears, plugin, receipts, releases, server_log, settings
 from dsv4lab.tune import fp8_gemm as sglang_gemm
 
 pytest_plugins = ["compiler_on"]
@@ -90,7 +90,7 @@ def test_a_release_is_hooked_where_it_looks(version):
 @pytest.mark.parametrize("version", VERSIONS)
 def test_every_call_a_release_makes_is_one_that_ours_takes(version):
     release, contract = releases.RELEASES[version], contracts.read(version)
-    around = adapters.gemm("split_k"), adapters.gate(), adapters.compression_metadata(), adapters.head()
+    around = linears.gemm("split_k"), linears.gate(), adapters.compression_metadata(), linears.head()
     ours = adapters.attention("split_k"), adapters.indexer("triton"), adapters.topk_transform
     ours += tuple(functools.partial(function, "original") for function in around)
     for hook, function in zip(hooks(release), ours, strict=True):

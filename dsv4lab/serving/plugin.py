@@ -97,7 +97,7 @@ def _asked(setting: Setting, release: Release) -> Iterator[tuple[str, Hook]]:
 
 def _replacements(setting: Setting, release: Release, installed: str) -> Iterator[tuple[str, Callable, bool]]:
     """(target, function, whether it goes around the original) of every hook, in the order to register them."""
-    from dsv4lab.serving import adapters
+    from dsv4lab.serving import adapters, linears
 
     if setting.active.keys() & {"attention", "indexer", "topk", "mhc", "gemm", "gate", "slots", "head"}:
         yield release.backend_init, adapters.warm_up(setting.active), True
@@ -127,7 +127,7 @@ def _replacements(setting: Setting, release: Release, installed: str) -> Iterato
         for target in release.topk.targets:
             yield target, _proven("topk", setting.topk, installed, adapters.topk_transform), False
     if setting.mhc != settings.STOCK:
-        ours = adapters.mhc_pre(setting.mhc, functools.cache(lambda: _resolve(release.sinkhorn)))
+        ours = linears.mhc_pre(setting.mhc, functools.cache(lambda: _resolve(release.sinkhorn)))
         yield release.mhc.targets[0], _proven("mhc", setting.mhc, installed, ours), True
     if setting.weights != settings.STOCK:
         from dsv4lab.serving import weights
@@ -135,19 +135,19 @@ def _replacements(setting: Setting, release: Release, installed: str) -> Iterato
         yield release.weights.targets[0], _proven("weights", setting.weights, installed, weights.fill), False
     if setting.tables != settings.STOCK:
         device_name = lambda: import_module("torch").cuda.get_device_name()  # noqa: E731
-        ours = adapters.gemm_configs(tuned.required(), device_name)
+        ours = linears.gemm_configs(tuned.required(), device_name)
         yield release.tables.targets[0], _proven("tables", setting.tables, installed, ours), True
     if setting.gemm != settings.STOCK:
-        ours = adapters.gemm(setting.gemm, functools.partial(_proven, "gemm", setting.gemm, installed))
+        ours = linears.gemm(setting.gemm, functools.partial(_proven, "gemm", setting.gemm, installed))
         yield release.gemm.targets[0], ours, True
     if setting.gate != settings.STOCK:
-        ours = adapters.gate(functools.partial(_proven, "gate", setting.gate, installed))
+        ours = linears.gate(functools.partial(_proven, "gate", setting.gate, installed))
         yield release.gate.targets[0], ours, True
     if setting.slots != settings.STOCK:
         ours = adapters.compression_metadata(functools.partial(_proven, "slots", setting.slots, installed))
         yield release.slots.targets[0], ours, True
     if setting.head != settings.STOCK:
-        ours = adapters.head(functools.partial(_proven, "head", setting.head, installed))
+        ours = linears.head(functools.partial(_proven, "head", setting.head, installed))
         yield release.head.targets[0], ours, True
 
 

@@ -7,8 +7,8 @@ It takes the operands of SGLang's `w8a8_block_fp8_matmul_triton`, which runs suc
 idle. Here up to `MAX_M` rows are a tile, and K is split until all SMs read. Each weight is read once; partial sums
 stay in L2. Deterministic: bitwise the same in every run, whatever the other rows hold.
 
-`fp8_linear` takes the activations in bf16, as SGLang's `triton_w8a8_block_fp8_linear` does, and hides how they are
-quantised behind the weights: each kernel is launched while the one in front runs, and asks for weights at once.
+`fp8_linear` takes the activations in bf16, as SGLang's `triton_w8a8_block_fp8_linear` does. They are quantised by the
+blocks of the product as they need them, each its own share, or, with more rows, by a kernel in front.
 
 Implementations: `split_k`, ours; `split_k_linear`, ours with the quantisation; `bf16`: cuBLAS on operands that were
 dequantised before, with twice the bytes.
@@ -42,7 +42,7 @@ from dsv4lab.kernels.fp8_gemm.cases import (
     work,
 )
 from dsv4lab.kernels.fp8_gemm.checks import takes
-from dsv4lab.kernels.fp8_gemm.plans import ALL, BLOCK, MAX_M, SWEEP, TABLE, Config, Plan, buckets, choose, plan
+from dsv4lab.kernels.fp8_gemm.plans import BLOCK, MAX_M, SWEEP, TABLE, Config, Plan, buckets, choose, plan
 from dsv4lab.kernels.fp8_gemm.tiles import fp8_gemm_combine_kernel, fp8_gemm_kernel, fp8_gemm_quantise_kernel
 from dsv4lab.kernels.launch import INTERPRETED, launch, target, warm
 from dsv4lab.kernels.skinny_gemm.checks import check_flat
@@ -60,7 +60,7 @@ _ELEMENTS = 256
 """Outputs that a program of the combine adds up: 32 partial sums a thread are on their way at once."""
 _GROUPS = 8
 """Groups of 128 that a program quantises: one load of 16 bytes a thread."""
-CANDIDATES = {f"split_k_{c.name}": ("split_k", c) for c in SWEEP if c.asked == ALL}
+CANDIDATES = {f"split_k_{c.name}": ("split_k", c) for c in SWEEP if not c.fused}
 CANDIDATES |= {f"split_k_linear_{c.name}": ("split_k_linear", c) for c in SWEEP}
 
 
@@ -71,8 +71,8 @@ def plan_for(M: int, N: int, K: int, device: torch.device, config: Config | None
 
 
 def _floats(plan: Plan, M: int, N: int, K: int, linear: bool) -> list[int]:
-    """fp32 elements of the parts of a workspace: partial tiles and, of `fp8_linear`, x in e4m3 and its scales."""
-    return [plan.partials(M, N)] + [M * K // 4, M * K // BLOCK] * linear
+    """fp32 elements of a workspace's parts: partial tiles and, where a kernel quantises x, that in e4m3 and scales."""
+    return [plan.partials(M, N)] + [M * K // 4, M * K // BLOCK] * (linear and not plan.config.fused)
 
 
 def empty(
@@ -89,17 +89,18 @@ def launches(
 ) -> list[tuple]:
     """[(kernel, grid, arguments)] of one call, in order; nothing is launched.
 
-    ahead: the first may be launched while what is in front, which makes x, still runs.
+    call: with x in bf16 every block quantises it. ahead: the first may be launched while what makes x still runs.
     """
     (M, K), N, c, split = call.x.shape, len(call.w), plan.config, plan.splits > 1
     pdl = split and arch in EARLY_LAUNCH and not INTERPRETED
     columns, rows = plan.tiles(M, N)
+    stride = (call.x.stride(0) if M > 1 else K) * call.x.element_size()
     arguments = dict(
-        x=call.x, x_stride16=(call.x.stride(0) if M > 1 else K) // 16, x_scale=call.x_scale, w=call.w,
+        x=call.x, x_stride=stride // 16, x_scale=call.x_scale, w=call.w,
         w_scale=call.w_scale, out=workspace if split else out, M=M, steps=plan.steps, splits=plan.splits, N=N, K=K,
         BLOCK_M=plan.block_m, BLOCK_N=c.block_n, STAGES=c.num_stages, SPLIT=split, PDL=pdl,
-        AHEAD=ahead, ASKED=c.asked if ahead else 0, SWAP=c.swap, COMPUTE=tl.float32 if INTERPRETED else tl.float8e4nv,
-        num_warps=c.num_warps, launch_pdl=ahead,
+        AHEAD=ahead, SWAP=c.swap, COMPUTE=tl.float32 if INTERPRETED else tl.float8e4nv, num_warps=c.num_warps,
+        launch_pdl=ahead,
     )  # fmt: skip
     first = fp8_gemm_kernel, (columns, plan.splits, rows), arguments
     if not split:
@@ -115,8 +116,10 @@ def launches(
 def linear_launches(
     x: Tensor, w: Tensor, w_scale: Tensor, out: Tensor, workspace: Tensor, *, plan: Plan, arch: str
 ) -> list[tuple]:
-    """`launches` of a call of `fp8_linear`: x is quantised first, into the end of the workspace."""
+    """`launches` of a call of `fp8_linear`: unless fused, x is quantised first, into the end of the workspace."""
     (M, K), ahead = x.shape, arch in EARLY_LAUNCH and not INTERPRETED
+    if plan.config.fused:
+        return launches(Inputs(x, w_scale, w, w_scale), out, workspace, plan=plan, arch=arch, ahead=ahead)
     parts = _floats(plan, M, len(w), K, linear=True)
     partials, x8, scales = workspace[: sum(parts)].split(parts)
     x8, scales = x8.view(FP8).view(M, K), scales.view(M, K // BLOCK)

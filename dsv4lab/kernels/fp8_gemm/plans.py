@@ -9,8 +9,6 @@ MAX_M = 64
 """Rows up to which the weights are what takes the time."""
 BLOCK = 128
 """Rows and columns of a weight that share one scale, and columns of an activation: a step of K."""
-ALL = 1 << 20
-"""As many steps as there are."""
 AMAX_FLOOR = 1e-10
 """What the largest activation of a step counts for at least when they are quantised."""
 
@@ -20,7 +18,7 @@ class Config:
     """block_n: outputs of a block. blocks_per_sm: blocks that K is split for. num_stages: steps on their way.
 
     swap: the weights are the left operand of the product, of which wgmma takes 64 rows; of the right one it takes few.
-    asked: steps whose weights a block of `fp8_linear` asks for while x is still being made.
+    fused: `fp8_linear` has every block quantise what it multiplies, instead of a kernel in front quantise all.
     """
 
     block_n: int
@@ -28,12 +26,12 @@ class Config:
     num_stages: int
     num_warps: int = 4
     swap: bool = False
-    asked: int = ALL
+    fused: bool = False
 
     @property
     def name(self) -> str:
         tile = f"n{self.block_n}_x{self.blocks_per_sm}_s{self.num_stages}_w{self.num_warps}"
-        return f"{tile}{'_swap' * self.swap}{'' if self.asked == ALL else f'_a{self.asked}'}"
+        return f"{tile}{'_swap' * self.swap}{'_fused' * self.fused}"
 
 
 @dataclass(frozen=True)
@@ -104,7 +102,11 @@ SWEEP += tuple(Config(32, blocks, stages) for blocks in (1, 2, 4) for stages in 
 SWEEP += (Config(64, 1, 8), Config(64, 2, 8))
 SWEEP += tuple(Config(*tile, swap=True) for tile in ((64, 1, 4), (64, 1, 6), (64, 2, 3), (64, 2, 4)))
 SWEEP += tuple(Config(128, 1, stages, swap=True) for stages in (3, 4))
-SWEEP += tuple(Config(*tile, asked=steps) for tile in ((64, 2, 4), (64, 2, 3), (64, 1, 6)) for steps in (0, 4))
+SWEEP += tuple(
+    Config(*tile, fused=True)
+    for tile in ((64, 1, 4), (64, 1, 6), (64, 2, 3), (64, 2, 4), (64, 3, 3), (128, 1, 3), (128, 1, 4), (128, 2, 3))
+)
+SWEEP += tuple(Config(*tile, swap=True, fused=True) for tile in ((64, 2, 3), (64, 2, 4), (128, 1, 3), (128, 1, 4)))
 
 
 def buckets(arch: str) -> tuple[Bucket, ...]:

@@ -4,12 +4,12 @@ Such a product is bound by how soon the bytes of its weights are on their way: t
 every SM has enough of them in flight. What blocks leave behind, fp32 partial tiles [row tiles, column tiles, splits,
 BLOCK_M * BLOCK_N], a second kernel adds up in the order of the splits: a result is bitwise the same in every run.
 
-A third kernel, in front, quantises bf16 activations; the product is launched meanwhile and asks for its weights.
+Activations in bf16 are quantised by each block of the product as it needs them, or by a third kernel in front.
 """
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, num_threads
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dsv4lab.kernels.fp8_gemm.plans import AMAX_FLOOR, BLOCK
 
@@ -42,6 +42,15 @@ def _e4m3(y, INTERPRETED: tl.constexpr):
     return code.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
 
 
+@triton.jit
+def _quantised(values, INTERPRETED: tl.constexpr):
+    """(e4m3, fp32 scales) of bf16 [..., 128], a scale a row."""
+    wide = values.to(tl.float32)
+    sizes = tl.abs(wide)
+    amax = tl.max(tl.where(sizes > FLOOR, sizes, FLOOR), 1)  # NaN does not count
+    return _e4m3(wide * _inverse(amax, INTERPRETED)[:, None], INTERPRETED), amax * (1.0 / 448.0)
+
+
 @triton.jit(do_not_specialize=["x_stride8"])
 def fp8_gemm_quantise_kernel(
     x, x_stride8, out, scales, K, GROUPS: tl.constexpr, PDL: tl.constexpr, INTERPRETED: tl.constexpr
@@ -50,53 +59,33 @@ def fp8_gemm_quantise_kernel(
 
     x: bf16 [M, K], rows 8 * x_stride8 apart; out: e4m3 [M, K]; scales: fp32 [M, K / 128]; both dense.
     """
-    if PDL:  # what comes next touches nothing but weights before it waits for this
+    if PDL:  # what comes next touches nothing before it waits for this
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(1).to(tl.int64)
     group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
     some = group < K // BLOCK_K
     k = group[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
-    values = tl.load(x + row * (x_stride8 * 8) + k, mask=some[:, None], other=0.0).to(tl.float32)
-    sizes = tl.abs(values)
-    amax = tl.max(tl.where(sizes > FLOOR, sizes, FLOOR), 1)  # NaN does not count
-    quantised = _e4m3(values * _inverse(amax, INTERPRETED)[:, None], INTERPRETED)
+    values = tl.load(x + row * (x_stride8 * 8) + k, mask=some[:, None], other=0.0)
+    quantised, scale = _quantised(values, INTERPRETED)
     tl.store(out + row * K + k, quantised, mask=some[:, None])
-    tl.store(scales + row * (K // BLOCK_K) + group, amax * (1.0 / 448.0), mask=some)
+    tl.store(scales + row * (K // BLOCK_K) + group, scale, mask=some)
 
 
-@triton.jit
-def _ask(rows, size, N: tl.constexpr):
-    """Asks the L2 for `size` bytes, a multiple of 16, from each of the N pointers `rows`; nothing waits for them.
-
-    A warp asks for one row after the other: each once, whatever number of threads holds it.
-    """
-    THREADS: tl.constexpr = num_threads()
-    HOLDERS: tl.constexpr = THREADS // N if THREADS > N else 1
-    once = tl.arange(0, HOLDERS)[None, :] == 0
-    tl.inline_asm_elementwise(
-        """{
-        .reg .pred some;
-        setp.ne.u32 some, $2, 0;
-        @some cp.async.bulk.prefetch.L2.global [$1], $2;
-        mov.b32 $0, 0;
-        }""",
-        "=r,l,r", [rows[:, None].to(tl.int64), tl.where(once, size, 0)], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["M", "x_stride16", "steps", "splits"])
+@triton.jit(do_not_specialize=["M", "x_stride", "steps", "splits"])
 def fp8_gemm_kernel(
-    x, x_stride16, x_scale, w, w_scale, out, M, N, K, steps, splits,
+    x, x_stride, x_scale, w, w_scale, out, M, N, K, steps, splits,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
-    AHEAD: tl.constexpr, ASKED: tl.constexpr, SWAP: tl.constexpr, COMPUTE: tl.constexpr,
+    AHEAD: tl.constexpr, SWAP: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """Grid (column tiles, splits, row tiles): the sum over `steps` steps of K, in bf16 if it is the whole one.
 
-    x: e4m3 [M, K], rows 16 * x_stride16 apart; x_scale: fp32 [M, K / 128]; w: e4m3 [N, K]; w_scale: fp32
-    [N / 128, K / 128]; out: bf16 [M, N], or the partial tiles. All but x dense. AHEAD: launched while x is still being
-    made, and asks for w, up to ASKED steps of it, before it waits for that.
+    x: e4m3 [M, K] with x_scale, fp32 [M, K / 128], or bf16, of which every block quantises its share; rows x_stride
+    times 16 bytes apart. w: e4m3 [N, K]; w_scale: fp32 [N / 128, K / 128]; out: bf16 [M, N], or the partial tiles. All
+    but x dense. AHEAD: launched while x is still being made.
     """
+    QUANTISE: tl.constexpr = x.dtype.element_ty == tl.bfloat16
+    UNIT: tl.constexpr = 8 if QUANTISE else 16
     if PDL:
         gdc_launch_dependents()
     all_steps = K // BLOCK_K
@@ -106,21 +95,22 @@ def fp8_gemm_kernel(
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     some = m < M
-    rows = x + m.to(tl.int64)[:, None] * (x_stride16 * 16) + k[None, :]
+    rows = x + m.to(tl.int64)[:, None] * (x_stride * UNIT) + k[None, :]
     columns = w + n.to(tl.int64)[:, None] * K + k[None, :]
     row_scales = x_scale + m * all_steps
     tile_scales = w_scale + tile * BLOCK_N // BLOCK_K * all_steps
     first, last = split * steps, tl.minimum((split + 1) * steps, all_steps)
     if AHEAD:
-        if ASKED:
-            _ask(w + n.to(tl.int64) * K + first * BLOCK_K, tl.minimum(last - first, ASKED) * BLOCK_K, BLOCK_N)
-            tl.load(tile_scales + first, volatile=True)
         gdc_wait()
     acc = tl.zeros([BLOCK_N, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_N], tl.float32)
     for step in tl.range(first, last, num_stages=STAGES):
         a = tl.load(rows + step * BLOCK_K, mask=some[:, None], other=0.0)
         b = tl.load(columns + step * BLOCK_K)
-        scale = tl.load(row_scales + step, mask=some, other=0.0) * tl.load(tile_scales + step)
+        if QUANTISE:
+            a, row_scale = _quantised(a, COMPUTE == tl.float32)
+        else:
+            row_scale = tl.load(row_scales + step, mask=some, other=0.0)
+        scale = row_scale * tl.load(tile_scales + step)
         if SWAP:
             acc += tl.dot(b.to(COMPUTE), a.to(COMPUTE).T, input_precision="ieee") * scale[None, :]
         else:

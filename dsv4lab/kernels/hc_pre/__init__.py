@@ -127,7 +127,7 @@ def hc_pre(
     """(y [M, hidden] bf16, post [M, 4] fp32, comb [M, 4, 4] fp32); see the module for the formula.
 
     The first four arguments are those of SGLang's method, in its order; norm_weight and norm_eps are `weight` and
-    `variance_epsilon` of its `norm`, and its fourth result says whether there was one (`serving.adapters`).
+    `variance_epsilon` of its `norm`, and its fourth result says whether there was one (`serving.linears`).
 
     x: bf16 [M, 4, hidden], dense but for its rows, which start at multiples of 16 bytes; hidden a multiple of 256; any
       M, 0 included.

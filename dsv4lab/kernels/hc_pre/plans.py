@@ -41,7 +41,7 @@ class Bucket:
         return "any M" if self.max_m == ANY else f"M <= {self.max_m}"
 
 
-COMPILED = "records/static/hc_pre_20261130T003838Z.json"
+COMPILED = "records/static/hc_pre_20261130T053402Z.json"
 """Nothing has been measured there: what the compiler makes without a spill, with blocks enough for the SMs."""
 
 
@@ -50,25 +50,27 @@ def _whole(block_m: int, block_k: int, chunk: int, warps: int) -> Split:
 
 
 MEASURED = "records/hc_pre_h200_20261130T002709Z.jsonl"
-"""Up to 64 rows, as they are; no sweep has a record yet."""
+"""Up to 64 rows, as they are; no sweep of so few has a record yet."""
+SWEPT = "records/hc_pre_sweep_h200_20261130T052800Z.jsonl"
 
 
-def _buckets(pdl: bool, evidence: str = COMPILED) -> tuple[Bucket, ...]:
+def _buckets(pdl: bool, few: str = COMPILED, many: str = COMPILED) -> tuple[Bucket, ...]:
+    """few, many: the evidence up to 64 rows and beyond."""
     rows = (
         (4, Config(Dot(16384, 16), 4, pdl)),
         (16, Config(_whole(16, 128, 128, 8), 4, pdl)),
         (32, Config(_whole(32, 128, 128, 8), 4, pdl)),
         (64, Config(_whole(64, 128, 128, 8), 4, pdl)),
-        (128, Config(_whole(64, 256, 256, 8), 4, pdl)),
-        (ANY, Config(_whole(64, 128, 1024, 4), 4, pdl, rows=4)),
+        (128, Config(_whole(64, 128, 128, 8), 4, pdl)),
+        (ANY, Config(_whole(128, 128, 1024, 8), 4, pdl, rows=4)),
     )
-    return tuple(Bucket(*row, evidence if row[0] <= 64 else COMPILED) for row in rows)
+    return tuple(Bucket(*row, few if row[0] <= 64 else many) for row in rows)
 
 
 TABLE = {
     "sm_80": _buckets(False),
     "sm_89": _buckets(False),
-    "sm_90": _buckets(True, MEASURED),
+    "sm_90": _buckets(True, MEASURED, SWEPT),
     "sm_120": _buckets(True),
 }
 
