@@ -14,7 +14,7 @@ import pandas as pd
 
 from dsv4lab import records, roofline
 from dsv4lab.hardware import lookup
-from dsv4lab.kernels import fp8_gemm, hc_pre, mqa_logits, norm_rope, skinny_gemm, sparse_mla, topk
+from dsv4lab.kernels import fp8_gemm, hc_head, hc_pre, mqa_logits, norm_rope, skinny_gemm, sparse_mla, topk
 from dsv4lab.records import Record
 
 GPUS = {"sm_120": lookup("RTX PRO 6000 Blackwell"), "sm_90": lookup("H200")}
@@ -31,6 +31,7 @@ SHIPPED: dict[str, tuple[ModuleType, str, Callable[[str, Mapping[str, Any]], str
     "skinny_gemm": (skinny_gemm, "split_k", lambda arch, c: _first(skinny_gemm, arch, max_m=c["M"], max_n=c["N"])),
     "fp8_gemm": (fp8_gemm, "split_k", lambda arch, c: _first(fp8_gemm, arch, max_m=c["M"], max_n=c["N"])),
     "hc_pre": (hc_pre, "split_k", lambda arch, c: _first(hc_pre, arch, max_m=c["M"])),
+    "hc_head": (hc_head, "split_k", lambda arch, c: _first(hc_head, arch, max_t=c["T"])),
     "norm_rope": (norm_rope, "triton", lambda arch, c: f"w{norm_rope.TABLE[arch].num_warps}"),
 }
 """By stem: the kernel module, its implementation that runs on both, and the config that an architecture's table has for
@@ -63,7 +64,6 @@ REASONS = {
         "would spill"
     },
     ("fp8_gemm", "fp8_gemm_kernel"): {
-        "shared_bytes": "a step more on its way, which an SM has the room for",
         "wide_loads": "both operands come in 16-byte loads on both; in the layout of an mma.sync result more threads "
         "ask for a row's scales, and the sibling's tile is wider or its loop has more steps in flight",
     },

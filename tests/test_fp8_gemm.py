@@ -245,7 +245,7 @@ BAD_LINEAR = [
     ("must have M up to 64", dict(x=torch.zeros(65, 640, dtype=torch.bfloat16, device=DEVICE))),
     (r"w must be contiguous float8_e4m3fn \[256, 640\]", dict(w=CALL.w.float())),
     (r"w_scale must be contiguous float32 \[2, 5\]", dict(w_scale=CALL.w_scale.double())),
-    ("workspace must be contiguous float32", dict(workspace=torch.empty(9, device=DEVICE))),
+    ("workspace must be contiguous float32", dict(workspace=torch.empty(9, dtype=torch.int32, device=DEVICE))),
     ("workspace must start at a multiple of 16 bytes", dict(workspace=torch.empty(1 << 20, device=DEVICE)[1:])),
 ]
 

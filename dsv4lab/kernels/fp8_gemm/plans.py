@@ -1,6 +1,6 @@
 """Tiles, and how often K is split: chosen per architecture by the number of rows and the SMs, never by the data."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dsv4lab.hardware import arch_entry
 from dsv4lab.kernels import choices
@@ -69,9 +69,9 @@ class Bucket:
 
 ROWS, NARROW, ANY = (16, 32, MAX_M), 16384, 1 << 30
 """Rows of a tile; outputs up to which K has to be split for all SMs, and any number."""
-COMPILED = "records/static/fp8_gemm_20261130T051915Z.json"
+COMPILED = "records/static/fp8_gemm_20261130T060619Z.json"
 """No such GPU has been measured: the tiles of the H200, with as many warps as spill nothing."""
-MEASURED = "records/tune_gemm_h200_20261130T030329Z.jsonl"
+MEASURED = "records/tune_gemm_h200_20261130T054142Z.jsonl"
 
 
 def _buckets(narrow: tuple[Config, ...], wide: tuple[Config, ...], evidence: str) -> tuple[Bucket, ...]:
@@ -80,11 +80,18 @@ def _buckets(narrow: tuple[Config, ...], wide: tuple[Config, ...], evidence: str
     return tuple(Bucket(M, N, configs[i], evidence) for i, M in enumerate(ROWS) for N, configs in limits)
 
 
-_COMPILED = _buckets((Config(64, 2, 4), Config(64, 2, 4, 8), Config(64, 1, 4)), (Config(64, 1, 3),) * 3, COMPILED)
+_COMPILED = _buckets(
+    (Config(64, 2, 4, fused=True), Config(64, 2, 4, 8, fused=True), Config(64, 1, 4)),
+    (*(Config(64, 1, 3, fused=True),) * 2, Config(64, 1, 3)),
+    COMPILED,
+)
+_SWAPPED = Config(128, 1, 4, swap=True)
 TABLE = {
     "sm_89": _COMPILED,
     "sm_90": _buckets(
-        (Config(64, 2, 4), Config(64, 2, 3), Config(64, 1, 6)), (Config(64, 1, 3), *(Config(128, 1, 3),) * 2), MEASURED
+        (replace(_SWAPPED, fused=True), replace(_SWAPPED, num_stages=3, fused=True), Config(64, 1, 8)),
+        (replace(_SWAPPED, fused=True), _SWAPPED, Config(128, 1, 3)),
+        MEASURED,
     ),
     "sm_120": _COMPILED,
 }

@@ -36,18 +36,22 @@ class Bucket:
 
 ANY = 1 << 30
 COMPILED = "records/static/hc_head_20261130T050403Z.json"
-"""Nothing has been measured: blocks enough for the SMs, the weights read once for more rows where these are many."""
+"""No such GPU has been measured: blocks enough for the SMs, weights read once for more rows where these are many."""
+MEASURED = "records/hc_head_sweep_h200_20261130T052634Z.jsonl"
+"""In which they are the best, or within 5% of it."""
 
-_COMPILED = tuple(
-    Bucket(max_t, config, COMPILED)
-    for max_t, config in (
+
+def _buckets(evidence: str) -> tuple[Bucket, ...]:
+    configs = (
         (4, Config(256, 1, 256)),
         (16, Config(256, 2, 256)),
         (128, Config(256, 4, 512)),
         (ANY, Config(512, 8, 1024)),
     )
-)
-TABLE = dict.fromkeys(("sm_80", "sm_89", "sm_90", "sm_120"), _COMPILED)
+    return tuple(Bucket(*each, evidence) for each in configs)
+
+
+TABLE = dict.fromkeys(("sm_80", "sm_89", "sm_120"), _buckets(COMPILED)) | {"sm_90": _buckets(MEASURED)}
 RELATIVE = {"sm_86": "sm_80", "sm_87": "sm_80", "sm_121": "sm_120"}
 
 SWEEP = (
