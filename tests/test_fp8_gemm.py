@@ -12,7 +12,7 @@ from dsv4lab.kernels import fp8_gemm as gemm
 from dsv4lab.kernels.fp8_gemm import Config, plans
 from dsv4lab.kernels.launch import frozen, launch
 from dsv4lab.kv_cache import FP8
-from dsv4lab.peers import deepgemm_fp8, peers_of, sglang_fp8, sglang_fp8_linear, sglang_fp8_tuned
+from dsv4lab.peers import deepgemm_fp8, peers_of, sglang_fp8, sglang_fp8_linear, sglang_fp8_tuned, stock_simt
 
 DEVICE = "cpu" if hardware.probe() is None else "cuda"
 INF = float("inf")
@@ -318,6 +318,10 @@ def test_sglang_runs_by_its_own_config_or_by_the_tuned_one_of_the_nearest_rows(s
 
 
 def test_peers_say_why_they_cannot_run(monkeypatch):
+    monkeypatch.setattr(sglang_fp8, "version", lambda name: "0.5.16")
+    for module in (sglang_fp8, stock_simt):
+        monkeypatch.setattr(module, "find_spec", lambda name: SimpleNamespace(submodule_search_locations=["nowhere"]))
+    assert sglang_fp8.unavailable().startswith("sglang 0.5.16 has its block-FP8 GEMM in another place: pip install")
     monkeypatch.setattr(sglang_fp8, "find_spec", lambda name: None)
     assert sglang_fp8.unavailable() == "sglang is not installed: pip install sglang==0.5.14"
     assert {each.IMPL for each in peers_of("fp8_gemm")} == {

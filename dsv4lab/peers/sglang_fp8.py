@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dsv4lab import tuned
+from dsv4lab.peers import stock_simt
 
 IMPL = "sglang_fp8"
 INSTALL = "pip install sglang==0.5.14"
@@ -22,6 +23,8 @@ def unavailable() -> str | None:
     """Why SGLang's kernel cannot run here, in one line with the command that helps, or None."""
     if find_spec("sglang") is None:
         return f"sglang is not installed: {INSTALL}"
+    if stock_simt.source_file([f"{SGLANG.removeprefix('sglang.').replace('.', '/')}.py"]) is None:
+        return f"sglang {version('sglang')} has its block-FP8 GEMM in another place: {INSTALL}"
     return None if torch.cuda.is_available() else "SGLang's block-FP8 GEMM needs a CUDA GPU"
 
 

@@ -153,7 +153,6 @@ def choose(arch: str, M: int, N: int, fp32: bool = False) -> Bucket:
 def beats_cublas(M: int, N: int) -> bool:
     """Whether M rows of N columns, bf16 in and fp32 out, are known to take less time than with cuBLAS, on the H200.
 
-    `MEASURED` has up to 64 rows of 24 to 256 columns. Of 512 no more than one row, which has the same kernel and wins
-    at 256 and, in `WIDE`, at 2048.
+    `records/skinny_gemm_h200_20261130T052638Z.jsonl` has 256 columns and 512: of the latter no more than one row is.
     """
     return 1 <= M <= (64 if N <= 256 else 1) and N <= 512
