@@ -267,9 +267,7 @@ def test_an_interrupt_ends_the_kernel_and_what_it_started(tmp_path):
     pids = tmp_path / "pids"  # notebooks run where they lie
     paths = [write_notebook(tmp_path / f"{name}.ipynb", CHILD, "child.wait()") for name in ("first", "second")]
     command = [sys.executable, "-m", "dsv4lab.cli", "run", "--no-live", *map(str, paths), "--out", f"{tmp_path}/out"]
-    heard = partial(
-        signal.signal, signal.SIGINT, signal.SIG_DFL
-    )  # in the background it is ignored
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # in the background it is ignored
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     batch = subprocess.Popen(command, cwd=ROOT, preexec_fn=heard, **pipes)
     wait_for(lambda: pids.exists() and len(pids.read_text().split()) == 2, seconds=60)
