@@ -1,13 +1,16 @@
 import gzip
 import json
+import math
 import socket
+import threading
 import time
 from dataclasses import replace
 
 import pytest
 
 from dsv4lab import cli, hardware, records, trace
-from dsv4lab.serving import bench, campaign, http, launch, load, presets, profile, stages
+from dsv4lab.files import locked, write_atomically
+from dsv4lab.serving import bench, campaign, http, launch, load, meeting, presets, profile, stages
 from dsv4lab.serving.launch import Server
 from dsv4lab.serving.load import Shape
 from dsv4lab.serving.stages import Plan
@@ -342,3 +345,41 @@ def test_a_wave_that_takes_too_long_has_failed(plan):
 
         outcomes = asyncio.run(load.wave(server.url, Shape(8, 1000), 2, 0, timeout_s=0.2))
     assert all("TimeoutError" in outcome.error for outcome in outcomes)
+
+
+def test_processes_that_walk_together_keep_step(plan, monkeypatch):
+    """Another process is at a stage, and goes on when this one waits for it."""
+    other, seen = plan.lock("native"), []
+
+    def wait(lock, step, wait_s):
+        seen.append(step)
+        with locked(other) as held:
+            assert held
+            write_atomically(meeting._place(other), "0")
+            waiting = threading.Thread(target=lambda: seen.append(meet(lock, step, wait_s)))
+            waiting.start()
+            time.sleep(0.3)
+            assert waiting.is_alive() == (step > 0)
+            write_atomically(meeting._place(other), str(step))
+            waiting.join(5)
+        return True
+
+    meet = meeting.meet
+    monkeypatch.setattr(meeting, "meet", wait)
+    good, said = walk(replace(plan, together=True), "indexer")
+    assert good and not any("in vain" in text for text in said)
+    assert seen == [0, True, 1, True, 2, True, campaign.PROFILED, True, meeting.END, True]
+    assert all(line["method"]["together"] is True for line in lines(plan, "indexer"))
+
+
+def test_nobody_is_waited_for_who_left_came_later_or_takes_too_long(tmp_path):
+    own, gone, there = (tmp_path / f"{name}.lock" for name in ("own", "gone", "there"))
+    gone.touch()
+    with locked(own):
+        assert meeting.meet(own, 1, wait_s=5)
+        with locked(there):
+            assert not meeting.meet(own, 2, wait_s=0.2)
+            late = threading.Timer(0.2, write_atomically, [meeting._place(there), "2"])
+            late.start()
+            assert meeting.meet(own, 2, wait_s=5)
+        assert meeting.meet(own, meeting.END, wait_s=5) and meeting._step(own) == math.inf

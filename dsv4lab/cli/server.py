@@ -141,6 +141,7 @@ def campaign(
     start_s: float = 900,
     port: OptionalNumber = None,
     out: Folder = Path("campaign"),
+    together: bool = False,
     dry_run: bool = False,
     sglang: Names = (),
 ) -> int:
@@ -167,6 +168,8 @@ def campaign(
         start_s: Seconds until a server must be ready.
         port: Port of the servers; 30000 and the number of the first GPU in CUDA_VISIBLE_DEVICES if not given.
         out: Folder of records, traces and logs.
+        together: Keep step with other campaigns of this folder: load and profile at the same moments, and begin no
+            stage before theirs has ended, so that what the host gives both is the same.
         dry_run: Only say with what environment and command line each stage would start.
         sglang: A flag for SGLang itself, in every stage; what comes after -- is taken as such.
     """
@@ -179,7 +182,7 @@ def campaign(
         plan = known.Plan(
             out=out.resolve(), layers=layers, context_length=context_length, shape=load.Shape(input, output),
             waves=waves, warm_up=warm_up, steps=steps, eager=eager, budget_s=budget_s, start_s=start_s,
-            port=machine.usual_port() if port is None else port, tp=tp, flags=sglang,
+            port=machine.usual_port() if port is None else port, tp=tp, flags=sglang, together=together,
         )  # fmt: skip
         if dry_run:
             print(*known.describe(plan, chosen), sep="\n")

@@ -10,7 +10,7 @@
 
 What is done is not done again, so that a run can be cut off, and continued on another machine with the same folder.
 Several processes may walk at once with one folder, each on GPUs of its own (CUDA_VISIBLE_DEVICES): a stage that one is
-at is left out by the others, and their records say what ran beside them.
+at is left out by the others, and their records say what ran beside them. Those that walk together keep step.
 """
 
 import time
@@ -22,11 +22,13 @@ from pathlib import Path
 from dsv4lab import comm, hardware, records, trace
 from dsv4lab.files import locked, write_atomically
 from dsv4lab.records import Record
-from dsv4lab.serving import bench, http, profile, ranks, server_record, stages, synthetic
+from dsv4lab.serving import bench, http, meeting, profile, ranks, server_record, stages, synthetic
 from dsv4lab.serving.launch import ServeError, Server
 from dsv4lab.serving.stages import LEAST_S, Plan
 
 TRACED_BATCH = 32
+PROFILED = 1e9
+"""What step of a stage its profile is, the others being the concurrencies."""
 
 
 def run(plan: Plan, chosen: Sequence[str], say: Callable[[str], None] = print) -> bool:
@@ -157,6 +159,11 @@ class _Stage:
 
     def run(self) -> None:
         """Never raises for what the server does: that is recorded."""
+        self._meet(0)
+        self._attempt()
+        self._meet(meeting.END)
+
+    def _attempt(self) -> None:
         self.lines = [line for line in _read(self.plan, self.name) if line.config["C"] and line.check["passed"]]
         if self.lines:
             self._write()
@@ -177,6 +184,11 @@ class _Stage:
                 return self.say("cut off, the time is over")
             self._end("")
 
+    def _meet(self, step: float) -> None:
+        """Where processes walk together: waits for those that are not at this step of theirs yet."""
+        if self.plan.together and not meeting.meet(self.plan.lock(self.name), step, self.plan.left):
+            self.say("waited in vain for another process")
+
     def _started(self, server: Server, seconds: float) -> None:
         info = server_record.account(server.info)
         told = [memory["graph"] for memory in info["memory_gb"] if memory and "graph" in memory]
@@ -194,6 +206,7 @@ class _Stage:
         expect = {name: str(value) for name, value in expect.items()}
         bench.check_identity(identity, expect)
         for concurrency in self.missing:
+            self._meet(concurrency)
             if self.plan.left < 1:
                 return
             plan = bench.Plan(
@@ -207,6 +220,7 @@ class _Stage:
     def _profile(self, server: Server, *, eager: bool) -> None:
         """A trace, or word of why there is none: the numbers do not depend on it."""
         kind = stages.kind(eager)
+        self._meet(PROFILED)
         try:
             raw = profile.steady(
                 server.url, server.run / "traces", batch=TRACED_BATCH, input=self.plan.shape.input,
@@ -245,6 +259,10 @@ class _Stage:
         self.say(", ".join(f"{name} {value:.4g}" for name, value in found.items() if value is not None))
 
     @property
+    def _together(self) -> dict[str, bool]:
+        return {"together": True} if self.plan.together else {}
+
+    @property
     def _config(self) -> dict[str, int | str | None]:
         """Of the records that are of no concurrency."""
         lengths = {"context_length": self.config.context_length, "layers": self.plan.layers}
@@ -280,7 +298,7 @@ class _Stage:
         self._keep(line)
 
     def _keep(self, line: Record) -> None:
-        method = line.method | {"beside": list(_beside(self.plan, self.name))}
+        method = line.method | {"beside": list(_beside(self.plan, self.name))} | self._together
         self.lines.append(line.model_copy(update={"method": method}))
         self._write()
 

@@ -54,7 +54,7 @@ class Plan:
 
     context_length: of the stages that cap none. budget_s: no stage is begun or continued past it. start_s: until a
     server must be ready. eager: also the second starts. warm_up: tokens out of the unmeasured waves. tp: GPUs that
-    share the model. flags: SGLang's own, of every server.
+    share the model. flags: SGLang's own, of every server. together: keep step with the other processes of `out`.
     """
 
     out: Path
@@ -70,6 +70,7 @@ class Plan:
     port: int = field(default_factory=machine.usual_port)
     tp: int = 1
     flags: tuple[str, ...] = ()
+    together: bool = False
 
     def __post_init__(self):
         counts = {"input": self.shape.input, "output": self.shape.output}
