@@ -153,7 +153,7 @@ def every_call(device: str, rows: int, seed: int = 0, hidden: int = 256) -> Iter
         given = layer, pre.x, pre.hc_fn, pre.hc_scale, pre.hc_base, norm
         yield f"mhc, {normed}", lambda given=given: torch.cat([each.flatten() for each in ours(None, *given)[:3]])
     linear = linear_call(min(rows, 64), 256, 512, device=device, seed=seed)
-    yield "gemm", lambda: linears.gemm("split_k")(None, **linear)
+    yield "gemm", lambda: linears.gemm()(None, **linear)
     x, w = gate_call(min(rows, 64), 96, 512, device=device, seed=seed)
     yield "gate", lambda: linears.gate()(None, x, w)
     (last,) = hc_head.make_inputs(hc_head.Case("h", rows, hidden), device=device, seed=seed)
@@ -299,7 +299,7 @@ def test_a_linear_layer_of_few_rows_is_ours(shape):
     (call,) = sglang_gemm.make_inputs(case, device=DEVICE)
     given = linear_call(case.M, case.N, case.K, device=DEVICE)
     given["input"] = given["input"].view(shape)
-    out = linears.gemm("split_k")(lambda *_: pytest.fail("the original"), **given)
+    out = linears.gemm()(lambda *_: pytest.fail("the original"), **given)
     assert out.dtype == torch.bfloat16 and out.shape == (*shape[:-1], 256)
     right = sglang_gemm.reference(call), sglang_gemm.baseline(call)
     assert sglang_gemm.judge(call, (out.view(5, 256),), *right).passed
@@ -326,7 +326,7 @@ def test_a_linear_layer_of_few_rows_is_ours(shape):
 )
 def test_what_our_gemm_is_not_made_for_stays_sglangs(other):
     given = linear_call(3, 128, 256, device="cpu") | other
-    ours = linears.gemm("split_k", lambda ours: lambda *_: pytest.fail("ours"))
+    ours = linears.gemm(lambda ours: lambda *_: pytest.fail("ours"))
     seen, more = ours(lambda *arguments, **more: (arguments, more), **given)
     found = dict(zip(given, seen, strict=False)) | more
     assert found.keys() == given.keys() and all(found[name] is given[name] for name in given)
@@ -461,11 +461,10 @@ def test_the_torch_indexers_differ_in_their_products_alone(index_call):
 
 def test_before_anything_is_captured_every_asked_kernel_is_warmed_up(monkeypatch):
     warmed = []
-    for module in (sparse_mla, mqa_logits, topk, hc_pre, hc_head):
+    for module in (sparse_mla, mqa_logits, topk, fp8_gemm, hc_pre, hc_head):
         name = module.__name__.rpartition(".")[2]
         monkeypatch.setattr(module, "warm_up", lambda device, name=name, **how: warmed.append((name, how)))
     monkeypatch.setattr(slots, "warm_up", lambda device: warmed.append(("slots", str(device))))
-    monkeypatch.setattr(fp8_gemm, "warm_up", lambda device, shapes: warmed.append(("fp8_gemm", {"shapes": shapes})))
     monkeypatch.setattr(skinny_gemm, "warm_up", lambda n, k, device: warmed.append(("skinny_gemm", {"shape": (n, k)})))
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Identity(), torch.nn.ParameterList())
     for shape in ((512, 64), (256, 64), (256, 64), (1024, 64), (64,)):
@@ -486,7 +485,8 @@ def test_before_anything_is_captured_every_asked_kernel_is_warmed_up(monkeypatch
 
     assert start(attention="mma") == [("sparse_mla", {"heads": 8, "impl": "mma"})]
     assert start(indexer="triton", topk="triton") == [("mqa_logits", {"maxima": (False,)}), ("topk", {})]
-    assert start(gemm="split_k", tables="tuned") == [("fp8_gemm", {"shapes": [(128, 384), (256, 128)]})]
+    served = {"shapes": [(128, 384), (256, 128)], "impls": ("split_k_linear",)}
+    assert start(gemm="split_k", tables="tuned") == [("fp8_gemm", served)]
     assert start(gate="split_k") == [("skinny_gemm", {"shape": shape}) for shape in ((256, 64), (512, 64))]
     assert start(slots="triton") == [("slots", "cpu")]
     assert start(head="split_k") == [("hc_head", {})]

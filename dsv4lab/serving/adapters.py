@@ -80,7 +80,8 @@ def warm_up(asked: dict[str, str]) -> Callable:
             kernel.warm_up(device, weights=torch.bfloat16 if impl == "split_k_bf16" else torch.float32)
         if "gemm" in asked:
             weights = {tuple(each.shape) for each in model.parameters() if each.dtype == FP8 and each.dim() == 2}
-            fp8_gemm.warm_up(device, sorted(shape for shape in weights if fp8_gemm.takes(1, *shape)))
+            shapes = sorted(shape for shape in weights if fp8_gemm.takes(1, *shape))
+            fp8_gemm.warm_up(device, shapes=shapes, impls=("split_k_linear",))
         if "gate" in asked:
             weights = {each.shape for each in model.parameters() if each.dtype == torch.bfloat16 and each.dim() == 2}
             for N, K in sorted(weights):

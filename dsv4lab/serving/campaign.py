@@ -259,10 +259,6 @@ class _Stage:
         self.say(", ".join(f"{name} {value:.4g}" for name, value in found.items() if value is not None))
 
     @property
-    def _together(self) -> dict[str, bool]:
-        return {"together": True} if self.plan.together else {}
-
-    @property
     def _config(self) -> dict[str, int | str | None]:
         """Of the records that are of no concurrency."""
         lengths = {"context_length": self.config.context_length, "layers": self.plan.layers}
@@ -298,7 +294,8 @@ class _Stage:
         self._keep(line)
 
     def _keep(self, line: Record) -> None:
-        method = line.method | {"beside": list(_beside(self.plan, self.name))} | self._together
+        method = line.method | {"beside": list(_beside(self.plan, self.name))}
+        method |= {"together": True} if self.plan.together else {}
         self.lines.append(line.model_copy(update={"method": method}))
         self._write()
 

@@ -51,7 +51,7 @@ def snapshot(wheel: Path) -> dict:
     version, sources = read_wheel(wheel)
     release = releases.find(version)
     hooks = [release.attention, release.indexer, release.topk, release.mhc, release.gemm, release.gate, release.slots]
-    hooks += filter(None, (release.head, release.tables, release.weights))
+    hooks += [release.head, release.tables, *filter(None, [release.weights])]
     targets = [target for hook in hooks for target in hook.targets]
     targets += [release.layer_forward, release.backend_init]
     variables = {variable for hook in hooks for variable in hook.environment}

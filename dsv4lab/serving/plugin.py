@@ -99,7 +99,10 @@ def _replacements(setting: Setting, release: Release, installed: str) -> Iterato
     """(target, function, whether it goes around the original) of every hook, in the order to register them."""
     from dsv4lab.serving import adapters, linears
 
-    if setting.active.keys() & {"attention", "indexer", "topk", "mhc", "gemm", "gate", "slots", "head"}:
+    partly_ours = {
+        "gemm": linears.gemm, "gate": linears.gate, "slots": adapters.compression_metadata, "head": linears.head
+    }  # fmt: skip
+    if setting.active.keys() & {"attention", "indexer", "topk", "mhc", *partly_ours}:
         yield release.backend_init, adapters.warm_up(setting.active), True
     if setting.attention != settings.STOCK:
         rank = _resolve(release.rank_function) if release.rank_function else None
@@ -137,18 +140,10 @@ def _replacements(setting: Setting, release: Release, installed: str) -> Iterato
         device_name = lambda: import_module("torch").cuda.get_device_name()  # noqa: E731
         ours = linears.gemm_configs(tuned.required(), device_name)
         yield release.tables.targets[0], _proven("tables", setting.tables, installed, ours), True
-    if setting.gemm != settings.STOCK:
-        ours = linears.gemm(setting.gemm, functools.partial(_proven, "gemm", setting.gemm, installed))
-        yield release.gemm.targets[0], ours, True
-    if setting.gate != settings.STOCK:
-        ours = linears.gate(functools.partial(_proven, "gate", setting.gate, installed))
-        yield release.gate.targets[0], ours, True
-    if setting.slots != settings.STOCK:
-        ours = adapters.compression_metadata(functools.partial(_proven, "slots", setting.slots, installed))
-        yield release.slots.targets[0], ours, True
-    if setting.head != settings.STOCK:
-        ours = linears.head(functools.partial(_proven, "head", setting.head, installed))
-        yield release.head.targets[0], ours, True
+    for name, maker in partly_ours.items():
+        if impl := setting.active.get(name):
+            proven = functools.partial(_proven, name, impl, installed)
+            yield getattr(release, name).targets[0], maker(proven), True
 
 
 def _lead_to_tables() -> None:

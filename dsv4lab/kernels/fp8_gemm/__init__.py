@@ -14,7 +14,7 @@ Implementations: `split_k`, ours; `split_k_linear`, ours with the quantisation; 
 dequantised before, with twice the bytes.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 import triton.language as tl
@@ -55,7 +55,8 @@ __all__ = [
     "reference", "rotated_bytes", "static_launches", "takes", "warm_up", "work",
 ]  # fmt: skip
 
-IMPLEMENTATIONS = ("bf16", "split_k", "split_k_linear")
+_OURS = ("split_k", "split_k_linear")
+IMPLEMENTATIONS = ("bf16", *_OURS)
 _ELEMENTS = 256
 """Outputs that a program of the combine adds up: 32 partial sums a thread are on their way at once."""
 _GROUPS = 8
@@ -224,29 +225,35 @@ def prepare(impl: str, inputs: Inputs) -> Callable[[], tuple[Tensor]]:
     return lambda: (fp8_gemm(inputs.x, inputs.w, inputs.x_scale, inputs.w_scale, config=config),)
 
 
-def _variants(shapes: Iterable[tuple[int, int]], device: torch.device | str, arch: str, sms: int) -> Iterator[tuple]:
-    """(name, launches) of each entry of the table, for each weight [N, K]."""
+def _variants(
+    shapes: Iterable[tuple[int, int]], device: torch.device | str, arch: str, sms: int, impls: Sequence[str] = _OURS
+) -> Iterator[tuple]:
+    """(name, launches) of each entry of the table, for each weight [N, K] and each of `impls`."""
     for N, K in shapes:
         w = torch.empty(N, K, dtype=FP8, device=device)
         w_scale = torch.empty(N // BLOCK, K // BLOCK, device=device)
         for bucket in buckets(arch):
             if bucket != choose(arch, M := bucket.max_m, N):
                 continue
-            x, x_scale = torch.empty(M, K, dtype=FP8, device=device), torch.empty(M, K // BLOCK, device=device)
             how = dict(plan=plan(M, N, K, bucket.config, sms), arch=arch)
             out = torch.empty(M, N, dtype=torch.bfloat16, device=device)
             workspace = torch.empty(sum(_floats(how["plan"], M, N, K, linear=True)), device=device)
             name = f"n{N}_k{K}, {bucket.limits}"
-            yield f"{name}: {bucket.config.name}", launches(Inputs(x, x_scale, w, w_scale), out, workspace, **how)
-            wide = torch.empty(M, K, dtype=torch.bfloat16, device=device)
-            linear = linear_launches(wide, w, w_scale, out, workspace, **how)
-            yield f"{name}, linear: {bucket.config.name}", linear
+            if "split_k" in impls:
+                x, x_scale = torch.empty(M, K, dtype=FP8, device=device), torch.empty(M, K // BLOCK, device=device)
+                yield f"{name}: {bucket.config.name}", launches(Inputs(x, x_scale, w, w_scale), out, workspace, **how)
+            if "split_k_linear" in impls:
+                wide = torch.empty(M, K, dtype=torch.bfloat16, device=device)
+                linear = linear_launches(wide, w, w_scale, out, workspace, **how)
+                yield f"{name}, linear: {bucket.config.name}", linear
 
 
-def warm_up(device: torch.device | str = "cuda", shapes: Iterable[tuple[int, int]] = layers(1)) -> None:
-    """Compile and load every variant that calls with weights [N, K] of these shapes can need, whatever M."""
+def warm_up(
+    device: torch.device | str = "cuda", shapes: Iterable[tuple[int, int]] = layers(1), impls: Sequence[str] = _OURS
+) -> None:
+    """Compile and load every variant that calls of `impls` with weights [N, K] of these shapes can need, whatever M."""
     device = torch.device(device)
-    for _, steps in _variants(shapes, device, *target(device)):
+    for _, steps in _variants(shapes, device, *target(device), impls):
         for each in steps:
             warm(*each)
 

@@ -13,7 +13,7 @@ Deterministic: bitwise the same in every run, whatever the other rows hold.
 Implementations: `split_k`, ours; `torch`: the formula in eager PyTorch, in fp32.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import triton
@@ -165,15 +165,13 @@ def prepare(impl: str, inputs: Inputs) -> Callable[[], tuple[Tensor]]:
     return lambda: (hc_head(**vars(inputs), weights_ready=True, config=config),)
 
 
-def _variants(
-    hidden: int, device: torch.device | str, arch: str, uses: Iterable[bool]
-) -> Iterator[tuple[str, list[tuple]]]:
+def _variants(hidden: int, device: torch.device | str, arch: str) -> Iterator[tuple[str, list[tuple]]]:
     """(name, launches) of each entry of the table, "ready" with weights that are."""
     for bucket in buckets(arch):
         (call,) = make_inputs(Case("smallest", 1, hidden), device=device)
         y = torch.empty(1, hidden, dtype=torch.bfloat16, device=device)
         workspace = torch.empty(workspace_numel(1, hidden, bucket.config), device=device)
-        for ready in uses:
+        for ready in (False, True):
             numbers = dict(norm_eps=EPS, hc_eps=EPS, weights_ready=ready, config=bucket.config, arch=arch)
             name = f"{bucket.limits}: {bucket.config.name}{', ready' * ready}"
             yield name, launches(call, y, workspace, **numbers)
@@ -182,7 +180,7 @@ def _variants(
 def warm_up(device: torch.device | str = "cuda", *, hidden: int = DSV4_FLASH.hidden_size) -> None:
     """Compile and load every variant that calls of this width can need, whatever T."""
     device = torch.device(device)
-    for _, steps in _variants(hidden, device, target(device)[0], (False, True)):
+    for _, steps in _variants(hidden, device, target(device)[0]):
         for each in steps:
             warm(*each)
 
@@ -202,4 +200,4 @@ def describe(arch: str) -> list[str]:
 
 def static_launches(arch: str) -> Iterator[tuple[str, list[tuple]]]:
     """The launches of every table entry of an architecture, on CPU tensors, by the name of the entry."""
-    return _variants(DSV4_FLASH.hidden_size, "cpu", arch, (False, True))
+    return _variants(DSV4_FLASH.hidden_size, "cpu", arch)
